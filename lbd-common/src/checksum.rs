@@ -1,0 +1,131 @@
+//! Internet checksums, updated incrementally (RFC 1624 equation 3), so that damage in transit stays visible.
+//!
+//! Sums run over 16-bit words as they lie in memory: the one's complement sum does not depend on byte order (RFC 1071 §2 B), so
+//! nothing here swaps bytes.
+
+use crate::abi::Tuple4;
+
+/// What a rewrite adds to the one's complement sum of the words that it changes; not folded.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Delta(u64);
+
+impl Delta {
+    /// Nothing changed.
+    pub const NONE: Self = Self(0);
+
+    /// A 16-bit word changed.
+    #[must_use]
+    #[inline(always)]
+    pub const fn word(self, old: u16, new: u16) -> Self {
+        Self(self.0 + (!old) as u64 + new as u64)
+    }
+
+    /// Four bytes at an even offset changed.
+    #[must_use]
+    #[inline(always)]
+    pub const fn quad(self, old: [u8; 4], new: [u8; 4]) -> Self {
+        Self(self.0 + (!u32::from_ne_bytes(old)) as u64 + u32::from_ne_bytes(new) as u64)
+    }
+
+    /// The addresses of a tuple changed.
+    #[must_use]
+    #[inline(always)]
+    pub const fn addresses(self, old: &Tuple4, new: &Tuple4) -> Self {
+        self.quad(old.source, new.source).quad(old.destination, new.destination)
+    }
+
+    /// The ports of a tuple changed.
+    #[must_use]
+    #[inline(always)]
+    pub const fn ports(self, old: &Tuple4, new: &Tuple4) -> Self {
+        self.word(old.source_port_be, new.source_port_be).word(old.destination_port_be, new.destination_port_be)
+    }
+
+    /// The checksum field after the change.
+    #[must_use]
+    #[inline(always)]
+    pub const fn apply(self, checksum: u16) -> u16 {
+        !fold(self.0 + (!checksum) as u64)
+    }
+
+    /// The UDP checksum field after the change: "not computed" stays so, a result of zero is sent as all ones (RFC 768).
+    #[must_use]
+    #[inline(always)]
+    pub const fn apply_udp(self, checksum: u16) -> u16 {
+        if checksum == 0 {
+            return 0;
+        }
+        let new = self.apply(checksum);
+        if new == 0 { 0xffff } else { new }
+    }
+}
+
+/// Folds a sum of 16- and 32-bit words to 16 bits.
+#[inline(always)]
+pub const fn fold(sum: u64) -> u16 {
+    let sum = (sum & 0xffff_ffff) + (sum >> 32);
+    let sum = (sum & 0xffff) + (sum >> 16);
+    let sum = (sum & 0xffff) + (sum >> 16);
+    let sum = (sum & 0xffff) + (sum >> 16);
+    sum as u16
+}
+
+/// One's complement sum of bytes, not folded and not complemented; an odd last byte is padded with zero.
+pub fn sum(bytes: &[u8]) -> u64 {
+    let mut chunks = bytes.chunks_exact(2);
+    let mut total: u64 = 0;
+    for chunk in &mut chunks {
+        total += u64::from(u16::from_ne_bytes([chunk[0], chunk[1]]));
+    }
+    if let [last] = chunks.remainder() {
+        total += u64::from(u16::from_ne_bytes([*last, 0]));
+    }
+    total
+}
+
+/// The checksum field for bytes whose checksum field is zero.
+pub fn checksum(bytes: &[u8]) -> u16 {
+    !fold(sum(bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn incremental_update_equals_recomputation(mut bytes in proptest::collection::vec(any::<u8>(), 12..60), new: [u8; 4], at in 0usize..2) {
+            bytes[10] = 0;
+            bytes[11] = 0;
+            // A header of all zeros has two checksums in one's complement; real headers never are.
+            bytes[8] |= 1;
+            let at = at * 4;
+            let before = checksum(&bytes);
+            let old = [bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]];
+            bytes[at..at + 4].copy_from_slice(&new);
+            prop_assert_eq!(Delta::NONE.quad(old, new).apply(before), checksum(&bytes));
+        }
+
+        #[test]
+        fn damage_stays_visible(mut bytes in proptest::collection::vec(any::<u8>(), 20..60), bit in 0usize..8, new: [u8; 4]) {
+            bytes[10] = 0;
+            bytes[11] = 0;
+            bytes[8] |= 1;
+            let before = checksum(&bytes);
+            bytes[14] ^= 1 << bit;
+            let old = [bytes[0], bytes[1], bytes[2], bytes[3]];
+            bytes[..4].copy_from_slice(&new);
+            prop_assert_ne!(Delta::NONE.quad(old, new).apply(before), checksum(&bytes));
+        }
+    }
+
+    #[test]
+    fn udp_zero_stays_zero_and_a_zero_result_becomes_all_ones() {
+        assert_eq!(Delta::NONE.word(1, 2).apply_udp(0), 0);
+        // !0x1234 + 0x1234 = 0xffff, whose complement is zero.
+        assert_eq!(Delta::NONE.word(0, 0x1234).apply(0x1234), 0);
+        assert_eq!(Delta::NONE.word(0, 0x1234).apply_udp(0x1234), 0xffff);
+    }
+}

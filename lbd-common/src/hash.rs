@@ -1,0 +1,159 @@
+//! The keyed hash behind backend choice, SNAT ports and half-open sets.
+//!
+//! SipHash-1-3's round (Aumasson and Bernstein) on 64-bit words: keyed, so that clients who don't know the seed cannot aim at a
+//! backend or a set; no multiplication wider than 64 bits and no tables, so that it is cheap in BPF.
+
+use crate::abi::{FlowKey4, Tuple4};
+
+/// A secret seed.
+pub type Seed = [u64; 2];
+
+/// SipHash-1-3 over whole words. The caller fixes the number of words for each use and gives each use its own `domain`.
+#[inline(always)]
+pub fn hash_words<const N: usize>(seed: &Seed, domain: u64, words: [u64; N]) -> u64 {
+    let mut v0 = seed[0] ^ 0x736f_6d65_7073_6575;
+    let mut v1 = seed[1] ^ 0x646f_7261_6e64_6f6d;
+    let mut v2 = seed[0] ^ 0x6c79_6765_6e65_7261 ^ domain;
+    let mut v3 = seed[1] ^ 0x7465_6462_7974_6573;
+    let mut round = |input: u64, last: bool| -> u64 {
+        v3 ^= input;
+        let rounds = if last { 3 } else { 1 };
+        let mut done = 0;
+        if last {
+            v3 ^= input;
+            v2 ^= 0xff;
+        }
+        while done < rounds {
+            v0 = v0.wrapping_add(v1);
+            v1 = v1.rotate_left(13) ^ v0;
+            v0 = v0.rotate_left(32);
+            v2 = v2.wrapping_add(v3);
+            v3 = v3.rotate_left(16) ^ v2;
+            v0 = v0.wrapping_add(v3);
+            v3 = v3.rotate_left(21) ^ v0;
+            v2 = v2.wrapping_add(v1);
+            v1 = v1.rotate_left(17) ^ v2;
+            v2 = v2.rotate_left(32);
+            done += 1;
+        }
+        if last {
+            return v0 ^ v1 ^ v2 ^ v3;
+        }
+        v0 ^= input;
+        0
+    };
+    let mut index = 0;
+    while index < N {
+        round(words[index], false);
+        index += 1;
+    }
+    round(0, true)
+}
+
+const DOMAIN_FLOW: u64 = 1;
+const DOMAIN_SOURCE: u64 = 2;
+const DOMAIN_REVERSE: u64 = 3;
+
+#[inline(always)]
+fn address_word(tuple: &Tuple4) -> u64 {
+    u64::from(u32::from_ne_bytes(tuple.source)) << 32 | u64::from(u32::from_ne_bytes(tuple.destination))
+}
+
+#[inline(always)]
+fn port_word(key: &FlowKey4) -> u64 {
+    u64::from(key.tuple.source_port_be) << 48
+        | u64::from(key.tuple.destination_port_be) << 32
+        | u64::from(key.segment) << 16
+        | u64::from(key.protocol)
+}
+
+/// Hash of a client's flow: client address and port, VIP, port, protocol, segment. Low half: backend; all of it: SNAT port.
+#[inline(always)]
+pub fn flow4(seed: &Seed, key: &FlowKey4) -> u64 {
+    hash_words(seed, DOMAIN_FLOW, [address_word(&key.tuple), port_word(key)])
+}
+
+/// Hash of a client's address only: the same choice for all ports and VIPs that share a table (HAProxy's `balance source`).
+#[inline(always)]
+pub fn source4(seed: &Seed, client: [u8; 4]) -> u64 {
+    hash_words(seed, DOMAIN_SOURCE, [u64::from(u32::from_ne_bytes(client))])
+}
+
+/// Hash of a reverse tuple (backend, SNAT address and port): the owner word of a half-open record. Never zero.
+#[inline(always)]
+pub fn reverse4(seed: &Seed, to: &Tuple4, segment: u16, protocol: u8) -> u32 {
+    let ports = u64::from(to.source_port_be) << 48
+        | u64::from(to.destination_port_be) << 32
+        | u64::from(segment) << 16
+        | u64::from(protocol);
+    (hash_words(seed, DOMAIN_REVERSE, [address_word(to), ports]) as u32) | 1
+}
+
+/// Slot of a lookup table with `size` slots.
+#[inline(always)]
+pub const fn slot(hash: u64, size: u32) -> u32 {
+    ((hash & 0xffff_ffff) * size as u64 >> 32) as u32
+}
+
+/// Number of hashed tries for a SNAT port before the scan.
+pub const PORT_TRIES: u32 = 16;
+
+/// The SNAT port of try number `attempt` (0 ≤ `attempt` < [`PORT_TRIES`]), in `first..=last`.
+#[inline(always)]
+pub const fn snat_port(hash: u64, attempt: u32, first: u16, last: u16) -> u16 {
+    let range = (last as u32).wrapping_sub(first as u32).wrapping_add(1) & 0x1_ffff;
+    let mut mixed = (hash >> 16).wrapping_add((attempt as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    mixed ^= mixed >> 29;
+    mixed = mixed.wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    mixed ^= mixed >> 32;
+    first.wrapping_add(((mixed & 0xffff_ffff) * range as u64 >> 32) as u16)
+}
+
+/// Set of half-open records for a SNAT port. `sets` is a power of two.
+#[inline(always)]
+pub const fn half_open_set(port: u16, sets: u32) -> u32 {
+    (port as u32).wrapping_mul(0x9e37_79b1) >> 7 & sets.wrapping_sub(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn ports_stay_in_their_range(hash: u64, attempt in 0u32..PORT_TRIES, first in 1024u16..60000, span in 0u16..5000) {
+            let port = snat_port(hash, attempt, first, first + span);
+            prop_assert!((first..=first + span).contains(&port));
+        }
+
+        #[test]
+        fn slots_stay_in_their_table(hash: u64, size in 1u32..70000) {
+            prop_assert!(slot(hash, size) < size);
+        }
+    }
+
+    #[test]
+    fn another_seed_gives_another_choice() {
+        let key = FlowKey4 { protocol: 6, ..FlowKey4::ZERO };
+        assert_ne!(flow4(&[1, 2], &key), flow4(&[1, 3], &key));
+        assert_ne!(flow4(&[1, 2], &key), flow4(&[2, 2], &key));
+    }
+
+    #[test]
+    fn tries_differ_and_spread() {
+        let mut seen = std::collections::BTreeSet::new();
+        for attempt in 0..PORT_TRIES {
+            seen.insert(snat_port(0x0123_4567_89ab_cdef, attempt, 1024, 32767));
+        }
+        assert!(seen.len() >= 15, "{seen:?}");
+        let mut buckets = [0u32; 16];
+        for client in 0..160_000u32 {
+            let key = FlowKey4 { tuple: Tuple4 { source: client.to_be_bytes(), ..Tuple4::ZERO }, protocol: 6, ..FlowKey4::ZERO };
+            let port = snat_port(flow4(&[7, 9], &key), 0, 1024, 32767);
+            buckets[usize::from(port - 1024) * 16 / 31744] += 1;
+        }
+        assert!(buckets.iter().all(|&count| (9_500..10_500).contains(&count)), "{buckets:?}");
+    }
+}

@@ -1,0 +1,23 @@
+//! What the XDP programs and the agent must agree on, and all packet logic that can be wrong.
+//!
+//! `no_std`, without I/O and without a dependency on BPF crates, so that every line here is tested on the host.
+//!
+//! | module | holds |
+//! |---|---|
+//! | [`abi`] | keys and values of the pinned maps, map names, program constants |
+//! | [`reason`] | why a packet was not forwarded, and the verdict for each reason |
+//! | [`checksum`] | RFC 1624 incremental updates |
+//! | [`hash`] | the keyed hash behind backend and port choice |
+//! | [`maglev`] | consistent-hash tables |
+//! | [`packet`] | header offsets and parsing |
+//! | [`tcp`] | sequence arithmetic and the flow state machine |
+
+#![cfg_attr(not(test), no_std)]
+
+pub mod abi;
+pub mod checksum;
+pub mod hash;
+pub mod maglev;
+pub mod packet;
+pub mod reason;
+pub mod tcp;

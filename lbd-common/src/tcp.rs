@@ -1,0 +1,1 @@
+//! Sequence arithmetic and the flow state machine.

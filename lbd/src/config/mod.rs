@@ -1,0 +1,436 @@
+//! The configuration file: YAML → typed, validated [`Config`], with line and column in every error.
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use ipnet::IpNet;
+
+/// A validated configuration. Everything that the file alone can prove wrong has been refused.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// Management clusters; exactly one.
+    pub hub: Hub,
+    /// Tenants in file order.
+    pub tenants: Vec<Tenant>,
+    /// Datapath settings.
+    pub datapath: Datapath,
+    /// Annotations (besides our own) whose value is a requested address.
+    pub address_annotations: Vec<String>,
+    /// Where state survives restarts.
+    pub state_dir: PathBuf,
+    /// The agent's Unix socket.
+    pub socket: PathBuf,
+    /// Where metrics are served.
+    pub metrics: SocketAddr,
+}
+
+/// A layer-2 network the host is attached to.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct SegmentName {
+    /// Interface name.
+    pub interface: String,
+    /// VLAN id; `None` is untagged.
+    pub vlan: Option<u16>,
+}
+
+/// A management cluster and its segment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Hub {
+    /// Name, as in `lbctl flows`.
+    pub name: String,
+    /// Where the nodes live.
+    pub segment: SegmentName,
+    /// SNAT addresses; empty = the interface's primary address.
+    pub snat: Vec<IpAddr>,
+    /// SNAT ports, first and last.
+    pub snat_ports: (u16, u16),
+    /// Prefixes that node addresses must be in; empty = the interface's prefixes.
+    pub node_cidrs: Vec<IpNet>,
+    /// How to reach the cluster; `None` = the file is all there is.
+    pub kubernetes: Option<Kubernetes>,
+}
+
+/// Access to a cluster.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Kubernetes {
+    /// Kubeconfig file.
+    pub kubeconfig: PathBuf,
+    /// Accept a server certificate that does not verify.
+    pub allow_insecure: bool,
+}
+
+/// A tenant.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tenant {
+    /// Name.
+    pub name: String,
+    /// Where its clients are.
+    pub segment: SegmentName,
+    /// The host's address and prefix in the segment; `None` = learnt from the interface.
+    pub address: Option<IpNet>,
+    /// Gateway to off-link clients; `None` = learnt from the routing table.
+    pub gateway: Option<IpAddr>,
+    /// VIP pools: inclusive ranges.
+    pub pools: Vec<AddressRange>,
+    /// Addresses in the pools that are never handed out.
+    pub avoid: Vec<AddressRange>,
+    /// Which Services are this tenant's.
+    pub claims: Vec<Claim>,
+    /// Limits.
+    pub limits: Limits,
+    /// What may reach the host's own address.
+    pub host_access: HostAccess,
+    /// Frontends in file order.
+    pub frontends: Vec<Frontend>,
+    /// Settings of frontends that come from claims (already merged with `defaults`).
+    pub settings: FrontendSettings,
+}
+
+/// An inclusive range of addresses of one family.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct AddressRange {
+    /// First.
+    pub first: IpAddr,
+    /// Last.
+    pub last: IpAddr,
+}
+
+impl AddressRange {
+    /// Whether the address is in the range (never across families).
+    pub fn contains(&self, address: IpAddr) -> bool {
+        match (self.first, self.last, address) {
+            (IpAddr::V4(first), IpAddr::V4(last), IpAddr::V4(address)) => first <= address && address <= last,
+            (IpAddr::V6(first), IpAddr::V6(last), IpAddr::V6(address)) => first <= address && address <= last,
+            (IpAddr::V4(_) | IpAddr::V6(_), ..) => false,
+        }
+    }
+}
+
+/// A rule that makes Services a tenant's. All parts that are present must match.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Claim {
+    /// Namespace names; empty = any that the selectors allow.
+    pub namespaces: Vec<String>,
+    /// Labels that the namespace must have.
+    pub namespace_labels: BTreeMap<String, String>,
+    /// Labels that the Service must have.
+    pub service_labels: BTreeMap<String, String>,
+    /// Limits for Services that guests made.
+    pub guest: Guest,
+}
+
+/// Limits for Services that a guest cluster made.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Guest {
+    /// How many VIPs they may hold together.
+    pub max_vips: Option<u32>,
+    /// Which VIPs; empty = the tenant's pools.
+    pub pools: Vec<AddressRange>,
+}
+
+/// A tenant's limits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Limits {
+    /// Live flows; `None` = half of the table.
+    pub flows: Option<u32>,
+    /// New connections per second.
+    pub new_flows_per_second: Option<u32>,
+}
+
+/// What may reach the host's own address on a tenant segment.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum HostAccess {
+    /// Everything to the host's address in that segment.
+    #[default]
+    Own,
+    /// Nothing.
+    None,
+    /// These TCP ports, and ICMP if said.
+    Only {
+        /// TCP ports.
+        ports: Vec<u16>,
+        /// ICMP.
+        icmp: bool,
+    },
+}
+
+/// A frontend (or reservation) of the file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Frontend {
+    /// Name, unique in its tenant.
+    pub name: String,
+    /// The Service behind it, `(namespace, name)`.
+    pub service: Option<(String, String)>,
+    /// The address; may be missing only with `service`.
+    pub vip: Option<IpAddr>,
+    /// Ports; empty = all of the Service's.
+    pub ports: Vec<FrontendPort>,
+    /// Backends when there is no Service.
+    pub backends: Vec<StaticBackend>,
+    /// Where the backends live.
+    pub via: Via,
+    /// Use endpoints rather than nodes.
+    pub mode: Option<Mode>,
+    /// Settings.
+    pub settings: FrontendSettings,
+}
+
+/// A port of a frontend.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct FrontendPort {
+    /// Port that clients connect to.
+    pub port: u16,
+    /// Port on the backends; `None` = the Service's NodePort, or `port` when there is no Service.
+    pub target: Option<u16>,
+    /// Protocol.
+    pub protocol: Protocol,
+}
+
+/// Transport protocols that lbd forwards.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Protocol {
+    /// TCP.
+    #[default]
+    Tcp,
+    /// UDP.
+    Udp,
+}
+
+impl Protocol {
+    /// IP protocol number.
+    pub const fn number(self) -> u8 {
+        match self {
+            Self::Tcp => 6,
+            Self::Udp => 17,
+        }
+    }
+
+    /// `TCP` or `UDP`.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Tcp => "TCP",
+            Self::Udp => "UDP",
+        }
+    }
+}
+
+/// A backend of the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StaticBackend {
+    /// Address.
+    pub address: IpAddr,
+    /// Port, if not the frontend's target.
+    pub port: Option<u16>,
+    /// Weight, 1–100; 0 = no new connections.
+    pub weight: u16,
+}
+
+/// Where backends live.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Via {
+    /// In the hub's segment.
+    #[default]
+    Hub,
+    /// In the tenant's own segment.
+    Tenant,
+}
+
+/// How backends are derived from a Service.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// Node address : NodePort.
+    Nodes,
+    /// Endpoint address : slice port.
+    Endpoints,
+}
+
+/// Settings that can stand at `defaults`, at a tenant and at a frontend; the innermost wins.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FrontendSettings {
+    /// Backend choice; `None` = the Service's `sessionAffinity`, else by flow.
+    pub affinity: Option<Affinity>,
+    /// DNAT only.
+    pub preserve_client: bool,
+    /// What a client without a backend gets.
+    pub unserved: Unserved,
+    /// What happens when all backends fail their probes.
+    pub all_down: AllDown,
+    /// What happens to flows of a backend that goes down.
+    pub on_down: OnDown,
+    /// `ipMode` in the Service status.
+    pub ip_mode: Option<IpMode>,
+    /// Whether flows without state may be adopted.
+    pub adopt: Adopt,
+    /// SNAT addresses other than the hub's.
+    pub snat: Vec<IpAddr>,
+    /// Who may connect; empty = everybody.
+    pub source_ranges: Vec<IpNet>,
+    /// Probes.
+    pub health: Probe,
+    /// Timeouts.
+    pub timeouts: Timeouts,
+}
+
+/// Which client addresses and ports reach the same backend.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Affinity {
+    /// By client address and port.
+    Flow,
+    /// By client address.
+    Source,
+}
+
+/// Answer where nothing serves.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Unserved {
+    /// RST or ICMP.
+    #[default]
+    Reject,
+    /// Silence.
+    Drop,
+}
+
+/// Policy when all backends fail.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum AllDown {
+    /// Spread over all eligible ones.
+    #[default]
+    Try,
+    /// Refuse.
+    Reject,
+}
+
+/// Policy for flows of a failed backend.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OnDown {
+    /// Leave them.
+    #[default]
+    Keep,
+    /// Reset them.
+    Reset,
+}
+
+/// `ipMode` of a Service status.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IpMode {
+    /// `VIP`.
+    Vip,
+    /// `Proxy`.
+    Proxy,
+}
+
+/// Adoption of flows without state.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Adopt {
+    /// Never.
+    #[default]
+    Never,
+    /// For five minutes after a takeover or a start with lost tables.
+    Takeover,
+}
+
+/// How a backend is probed.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Probe {
+    /// What is done.
+    pub kind: ProbeKind,
+    /// Port to probe, if not the target's.
+    pub port: Option<ProbePort>,
+    /// Path (HTTP).
+    pub path: String,
+    /// Host or server name.
+    pub host: Option<String>,
+    /// Accepted codes (HTTP); empty = 200–399.
+    pub expect: Vec<u16>,
+    /// Pause between probes.
+    pub interval: Duration,
+    /// Limit for one probe.
+    pub timeout: Duration,
+    /// Failures until down.
+    pub fall: u32,
+    /// Successes until up.
+    pub rise: u32,
+    /// Pause while the state is in doubt.
+    pub fast_interval: Duration,
+}
+
+/// Kinds of probe.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum ProbeKind {
+    /// Connect.
+    #[default]
+    Tcp,
+    /// `GET`.
+    Http,
+    /// `GET` over TLS.
+    Https,
+    /// TLS handshake.
+    Tls,
+}
+
+/// A port to probe.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum ProbePort {
+    /// This number, on the backend.
+    Number(u16),
+    /// The NodePort of the Service port with this name.
+    Name(String),
+}
+
+/// Timeouts of flows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Timeouts {
+    /// Established TCP; at least 2 h 4 min (RFC 5382 REQ-5).
+    pub tcp_established: Duration,
+    /// Half-open TCP.
+    pub tcp_half_open: Duration,
+    /// TCP after FIN both ways.
+    pub tcp_fin: Duration,
+    /// TCP after RST.
+    pub tcp_reset: Duration,
+    /// UDP without a reply.
+    pub udp_unreplied: Duration,
+    /// UDP with replies.
+    pub udp_replied: Duration,
+}
+
+/// Datapath settings.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Datapath {
+    /// XDP mode.
+    pub mode: XdpMode,
+    /// IPv4 flows.
+    pub max_flows: u32,
+    /// IPv6 flows.
+    pub max_flows_v6: u32,
+    /// Where bpffs is mounted.
+    pub bpffs: PathBuf,
+    /// MSS clamping.
+    pub mss_clamp: MssClamp,
+}
+
+/// XDP mode.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum XdpMode {
+    /// Native, else generic with a warning.
+    #[default]
+    Auto,
+    /// Native or nothing.
+    Native,
+    /// Generic.
+    Generic,
+}
+
+/// MSS clamping.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum MssClamp {
+    /// To the smaller NIC.
+    #[default]
+    Auto,
+    /// Not at all.
+    Off,
+    /// To this value.
+    Value(u16),
+}

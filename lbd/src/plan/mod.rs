@@ -1,0 +1,3 @@
+//! Pure: (config, inventory, addresses, health, host) → exact contents of the maps.
+
+pub mod model;
