@@ -1,11 +1,16 @@
 //! The configuration file: YAML → typed, validated [`Config`], with line and column in every error.
 
-use std::collections::BTreeMap;
+mod document;
+mod error;
+
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use ipnet::IpNet;
+
+pub use self::error::{ConfigError, Origin, Position};
 
 /// A validated configuration. Everything that the file alone can prove wrong has been refused.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,6 +29,54 @@ pub struct Config {
     pub socket: PathBuf,
     /// Where metrics are served.
     pub metrics: SocketAddr,
+    /// The file it came from; equal for all.
+    pub origin: Origin,
+}
+
+/// Reads and validates a file.
+pub fn load(_path: &Path) -> Result<Config, ConfigError> {
+    todo!()
+}
+
+/// Reads and validates a configuration; `file` is only named in errors.
+pub fn parse(text: &str, file: &str) -> Result<Config, ConfigError> {
+    document::parse(text).map_err(|mistake| mistake.in_file(file, text))?;
+    todo!()
+}
+
+impl Config {
+    /// Every segment once: the hub's and the tenants'.
+    pub fn segment_names(&self) -> BTreeSet<SegmentName> {
+        self.tenants.iter().map(|tenant| &tenant.segment).chain([&self.hub.segment]).cloned().collect()
+    }
+
+    /// Every interface once: what the datapath attaches to.
+    pub fn interfaces(&self) -> BTreeSet<&str> {
+        self.tenants
+            .iter()
+            .map(|tenant| &tenant.segment)
+            .chain([&self.hub.segment])
+            .map(|s| s.interface.as_str())
+            .collect()
+    }
+
+    /// A tenant by name.
+    pub fn tenant(&self, name: &str) -> Option<&Tenant> {
+        self.tenants.iter().find(|tenant| tenant.name == name)
+    }
+}
+
+impl Tenant {
+    /// A frontend of the file by name.
+    pub fn frontend(&self, name: &str) -> Option<&Frontend> {
+        self.frontends.iter().find(|frontend| frontend.name == name)
+    }
+
+    /// Whether the address is in a pool and not to be avoided.
+    pub fn may_hand_out(&self, address: IpAddr) -> bool {
+        self.pools.iter().any(|range| range.contains(address))
+            && !self.avoid.iter().any(|range| range.contains(address))
+    }
 }
 
 /// A layer-2 network the host is attached to.
