@@ -39,8 +39,12 @@ pub mod names {
     pub const TENANT_USE: &str = "tenant_use";
     /// Array with one [`super::Settings`].
     pub const SETTINGS: &str = "settings";
+    /// Per-CPU array with one [`super::Scratch`]: what a stage hands to the next.
+    pub const SCRATCH: &str = "scratch";
     /// Per-CPU array of `u64`, index `tenant * REASON_SLOTS + reason`.
     pub const REASONS: &str = "reasons";
+    /// Array of [`super::FrontendOwner`], index = frontend id.
+    pub const FRONTEND_OWNERS: &str = "frontend_owner";
     /// Per-CPU array of [`super::FrontendCounters`], index = frontend id.
     pub const FRONTEND_COUNTERS: &str = "frontend_count";
     /// Program array: the stages off the hot path, index = the `STAGE_*` constants.
@@ -277,9 +281,9 @@ pub const HALF_OPEN_REFUSED: u32 = 1 << 1;
 abi_struct! {
     /// A set of half-open records, indexed by SNAT port: [`crate::hash::half_open_set`].
     ///
-    /// `tags[way]` owns `records[way]`: bits 0–31 a hash of the reverse tuple, bits 32–61 the tick of the claim (modulo 2^30), bits
-    /// 62–63 a `TAG_*` state. A record is claimed by compare-and-swap of its tag, then the claimer looks whether
-    /// another way holds the same reverse tuple; if so it yields. So two CPUs never both own a tuple.
+    /// `tags[way]` owns `records[way]`; its parts are in [`crate::half_open`]. A record is claimed by compare-and-swap of its tag, then
+    /// the claimer looks whether another way holds the same reverse tuple; if so it yields. So two CPUs never both own a
+    /// tuple.
     pub struct HalfOpenSet4 {
         /// Owner words.
         pub tags: [u64; HALF_OPEN_WAYS],
@@ -289,23 +293,11 @@ abi_struct! {
     size 576 align 8 offsets { tags: 0, records: 64 }
 }
 
-/// Tag state: nothing here.
-pub const TAG_FREE: u64 = 0;
-/// Tag state: claimed, the record is being written.
-pub const TAG_BUSY: u64 = 1 << 62;
-/// Tag state: the record may be read.
-pub const TAG_LIVE: u64 = 2 << 62;
-/// Tag state: being promoted to [`names::FLOWS4`]; the record may still be read.
-pub const TAG_PROMOTING: u64 = 3 << 62;
-/// Mask of the tag state.
-pub const TAG_STATE: u64 = 3 << 62;
-
 /// Hints in one line.
 pub const HINT_WAYS: usize = 8;
 
 abi_struct! {
-    /// A line of hints, indexed by the client tuple's hash: bits 0–15 the SNAT port (host order), bits 16–31 the tick / 16 of the claim,
-    /// bits 32–63 the upper half of the client tuple's hash. Zero is empty.
+    /// A line of hints, indexed by the client tuple's hash; the parts of a hint are in [`crate::half_open`]. Zero is empty.
     pub struct HintLine {
         /// Hints.
         pub hints: [u64; HINT_WAYS],
@@ -583,6 +575,32 @@ abi_struct! {
 
 /// [`Settings::flags`]: starting or migrating: unmatched replies are dropped in silence.
 pub const SETTING_MIGRATING: u32 = 1 << 0;
+
+abi_struct! {
+    /// What a stage hands to the next one on the same CPU, and the rate limit of refusals.
+    pub struct Scratch {
+        /// Why the packet is refused ([`crate::reason::Reason`]).
+        pub reason: u32,
+        /// Tenant to count it for.
+        pub tenant: u32,
+        /// Tick that `refusals` counts.
+        pub tick: u32,
+        /// Refusals sent in `tick`.
+        pub refusals: u32,
+    }
+    size 16 align 4 offsets { reason: 0, tenant: 4, tick: 8, refusals: 12 }
+}
+
+abi_struct! {
+    /// Whose a frontend is: what a flow's frontend id leads to when the flow ends.
+    pub struct FrontendOwner {
+        /// Tenant index.
+        pub tenant: u16,
+        /// Zero.
+        pub pad: [u16; 3],
+    }
+    size 8 align 2 offsets { tenant: 0 }
+}
 
 abi_struct! {
     /// Counters of one frontend.

@@ -150,7 +150,11 @@ mod tests {
         assert!(seen.len() >= 15, "{seen:?}");
         let mut buckets = [0u32; 16];
         for client in 0..160_000u32 {
-            let key = FlowKey4 { tuple: Tuple4 { source: client.to_be_bytes(), ..Tuple4::ZERO }, protocol: 6, ..FlowKey4::ZERO };
+            let key = FlowKey4 {
+                tuple: Tuple4 { source: client.to_be_bytes(), ..Tuple4::ZERO },
+                protocol: 6,
+                ..FlowKey4::ZERO
+            };
             let port = snat_port(flow4(&[7, 9], &key), 0, 1024, 32767);
             buckets[usize::from(port - 1024) * 16 / 31744] += 1;
         }

@@ -7,6 +7,7 @@
 //! | [`abi`] | keys and values of the pinned maps, map names, program constants |
 //! | [`reason`] | why a packet was not forwarded, and the verdict for each reason |
 //! | [`checksum`] | RFC 1624 incremental updates |
+//! | [`half_open`] | how half-open records are claimed and found |
 //! | [`hash`] | the keyed hash behind backend and port choice |
 //! | [`maglev`] | consistent-hash tables |
 //! | [`packet`] | header offsets and parsing |
@@ -16,6 +17,7 @@
 
 pub mod abi;
 pub mod checksum;
+pub mod half_open;
 pub mod hash;
 pub mod maglev;
 pub mod packet;

@@ -1,0 +1,127 @@
+//! How half-open records are claimed and found: the parts of a tag and of a hint.
+//!
+//! A tag is one word, so that one compare-and-swap decides who owns a record:
+//!
+//! | bits | part |
+//! |---|---|
+//! | 0–31 | hash of the reverse tuple ([`crate::hash::reverse4`]): whoever claims a tuple looks for it here |
+//! | 32–53 | time of the claim, in units of 16 ticks, modulo 2^22 |
+//! | 54–61 | eight bits of the client tuple's hash: spares most look-ups the records |
+//! | 62–63 | state |
+
+use crate::abi::Settings;
+
+/// State: nothing here.
+pub const FREE: u64 = 0;
+/// State: claimed, the record is being written.
+pub const BUSY: u64 = 1 << 62;
+/// State: the record may be read.
+pub const LIVE: u64 = 2 << 62;
+/// State: being promoted; the record may still be read.
+pub const PROMOTING: u64 = 3 << 62;
+/// Mask of the state.
+pub const STATE: u64 = 3 << 62;
+
+const TIME_SHIFT: u32 = 32;
+const TIME_MASK: u64 = (1 << 22) - 1;
+const CLIENT_SHIFT: u32 = 54;
+const COARSE_SHIFT: u32 = 4;
+
+/// A tag. `reverse` is the reverse tuple's hash, `client` the client tuple's.
+#[inline(always)]
+pub const fn tag(state: u64, reverse: u32, client: u64, now: u32) -> u64 {
+    state | reverse as u64 | ((now >> COARSE_SHIFT) as u64 & TIME_MASK) << TIME_SHIFT | (client >> 56) << CLIENT_SHIFT
+}
+
+/// The same tag in another state.
+#[inline(always)]
+pub const fn with_state(tag: u64, state: u64) -> u64 {
+    tag & !STATE | state
+}
+
+/// Hash of the reverse tuple.
+#[inline(always)]
+pub const fn reverse(tag: u64) -> u32 {
+    tag as u32
+}
+
+/// Whether the tag may belong to a client tuple with this hash.
+#[inline(always)]
+pub const fn may_be_client(tag: u64, client: u64) -> bool {
+    (tag >> CLIENT_SHIFT) & 0xff == client >> 56
+}
+
+/// Whether the record is claimed and not yet expired.
+#[inline(always)]
+pub const fn occupied(tag: u64, now: u32, settings: &Settings) -> bool {
+    let age = ((now >> COARSE_SHIFT) as u64).wrapping_sub(tag >> TIME_SHIFT) & TIME_MASK;
+    tag & STATE != FREE && age <= (settings.tcp_half_open >> COARSE_SHIFT) as u64
+}
+
+/// Whether the record may be read.
+#[inline(always)]
+pub const fn readable(tag: u64, now: u32, settings: &Settings) -> bool {
+    occupied(tag, now, settings) && tag & STATE != BUSY
+}
+
+/// A hint: the client tuple with this hash has its half-open record in the set of `port`.
+#[inline(always)]
+pub const fn hint(client: u64, port: u16, now: u32) -> u64 {
+    client & 0xffff_ffff_0000_0000 | ((now >> COARSE_SHIFT) as u64 & 0xffff) << 16 | port as u64
+}
+
+/// The SNAT port (host order) of a hint that may belong to this client tuple and has not expired.
+#[inline(always)]
+pub const fn hinted_port(hint: u64, client: u64, now: u32, settings: &Settings) -> Option<u16> {
+    if hint == 0 || (hint ^ client) >> 32 != 0 || hint_expired(hint, now, settings) {
+        return None;
+    }
+    Some(hint as u16)
+}
+
+/// Whether a hint's place may be taken.
+#[inline(always)]
+pub const fn hint_expired(hint: u64, now: u32, settings: &Settings) -> bool {
+    let age = ((now >> COARSE_SHIFT) as u64).wrapping_sub(hint >> 16) & 0xffff;
+    hint == 0 || age > (settings.tcp_half_open >> COARSE_SHIFT) as u64
+}
+
+/// Line of hints for a client tuple's hash. `lines` is a power of two.
+#[inline(always)]
+pub const fn hint_line(client: u64, lines: u32) -> u32 {
+    (client >> 20) as u32 & lines.wrapping_sub(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const SETTINGS: Settings = Settings { tcp_half_open: 30 * 62, ..Settings::ZERO };
+
+    proptest! {
+        #[test]
+        fn a_tag_keeps_its_parts(reverse_hash: u32, client: u64, now: u32) {
+            let live = tag(LIVE, reverse_hash, client, now);
+            prop_assert_eq!(reverse(live), reverse_hash);
+            prop_assert!(may_be_client(live, client));
+            prop_assert!(readable(live, now, &SETTINGS));
+            prop_assert!(readable(live, now.wrapping_add(29 * 62), &SETTINGS));
+            prop_assert!(!occupied(live, now.wrapping_add(31 * 62), &SETTINGS));
+            prop_assert!(!readable(with_state(live, BUSY), now, &SETTINGS));
+            prop_assert!(occupied(with_state(live, BUSY), now, &SETTINGS));
+            prop_assert!(!occupied(with_state(live, FREE), now, &SETTINGS));
+        }
+
+        #[test]
+        fn a_hint_leads_its_client_only(client: u64, other: u64, port in 1u16.., now: u32) {
+            let hint = hint(client, port, now);
+            prop_assert_eq!(hinted_port(hint, client, now, &SETTINGS), Some(port));
+            prop_assert_eq!(hinted_port(hint, client, now.wrapping_add(31 * 62), &SETTINGS), None);
+            if client >> 32 != other >> 32 {
+                prop_assert_eq!(hinted_port(hint, other, now, &SETTINGS), None);
+            }
+        }
+    }
+}
