@@ -2,11 +2,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
-use std::time::Duration;
+use std::sync::Arc;
 
 use ipnet::IpNet;
+use serde::{Deserialize, Serialize};
 
-use crate::config::{Protocol, SegmentName};
+use crate::config::{Probe, Protocol, SegmentName};
 use crate::source::ObjectName;
 
 /// Dense id of a segment; 0 is none.
@@ -58,7 +59,7 @@ pub struct Plan {
     /// Backends by id.
     pub backends: BTreeMap<BackendId, BackendPlan>,
     /// Lookup tables, each content once; frontends refer to them by index. Slots are backend ids, the length is a prime.
-    pub tables: Vec<Vec<BackendId>>,
+    pub tables: Vec<Arc<[BackendId]>>,
     /// What to probe.
     pub probes: BTreeSet<ProbeTarget>,
     /// Flows to reset before anything is added.
@@ -156,29 +157,86 @@ pub struct FrontendPlan {
     pub snat_ports: (u16, u16),
     /// Lookup table: index into [`Plan::tables`]; `None` = no backend.
     pub table: Option<usize>,
-    /// All its backends, with what is known of them, for `lbctl`.
-    pub backends: Vec<FrontendBackend>,
+    /// All its backends, for `lbctl`; frontends over the same nodes in the same state share the list.
+    pub backends: Arc<[FrontendBackend]>,
+    /// How its backends are probed; `None` = not at all (no target port yet).
+    pub probe: Option<Arc<FrontendProbe>>,
     /// Reset flows of a backend that goes down.
     pub reset_on_down: bool,
 }
 
+impl FrontendPlan {
+    /// The port that the backend is reached on; 0 = not known yet.
+    pub fn port_of(&self, backend: &FrontendBackend) -> u16 {
+        if backend.port == 0 { self.target_port } else { backend.port }
+    }
+
+    /// The targets that decide about the backend: one, or a few that stand for its node.
+    pub fn targets_of<'a>(&'a self, backend: &'a FrontendBackend) -> impl Iterator<Item = ProbeTarget> + 'a {
+        let own = self.port_of(backend);
+        self.probe.iter().filter(|_| backend.probed).flat_map(move |probe| {
+            let own = if probe.ports.is_empty() { Some(own).filter(|&port| port != 0) } else { None };
+            probe.ports.iter().copied().chain(own).map(move |port| ProbeTarget {
+                address: backend.address,
+                port,
+                interface: Arc::clone(&probe.interface),
+                probe: Arc::clone(&probe.probe),
+            })
+        })
+    }
+
+    /// What is known of the backend: up if any of its targets is, else down if all are, else unknown.
+    pub fn health_of(&self, backend: &FrontendBackend, health: &Health) -> TargetHealth {
+        combine(self.targets_of(backend).map(|target| health.get(&target)))
+    }
+}
+
+/// Up if any is up, down if all are down, else unknown.
+pub(crate) fn combine<'a>(results: impl Iterator<Item = Option<&'a TargetHealth>>) -> TargetHealth {
+    let mut down = None;
+    let mut unknown = false;
+    for result in results {
+        match result.map(|known| (known, known.up)) {
+            Some((known, Some(true))) => return known.clone(),
+            Some((known, Some(false))) => down = Some(known),
+            Some((_, None)) | None => unknown = true,
+        }
+    }
+    match down {
+        Some(known) if !unknown => known.clone(),
+        Some(_) | None => TargetHealth::default(),
+    }
+}
+
+/// How the backends of a frontend are probed.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct FrontendProbe {
+    /// Interface to bind to.
+    pub interface: Arc<str>,
+    /// Settings.
+    pub probe: Arc<Probe>,
+    /// Ports to probe on each backend: empty = the port that it serves on. More than one: there are too many frontends to probe
+    /// each of them on each node, so a few stand for all.
+    pub ports: Vec<u16>,
+}
+
 /// A backend of one frontend.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct FrontendBackend {
     /// Id.
     pub id: BackendId,
     /// Address.
     pub address: IpAddr,
-    /// Port.
+    /// Port, or 0 for the frontend's target port.
     pub port: u16,
     /// Node name, if it is a node.
-    pub node: Option<String>,
+    pub node: Option<Arc<str>>,
     /// Weight; 0 = no new connections.
     pub weight: u16,
     /// In the lookup table.
     pub serving: bool,
-    /// The probe that decides about it.
-    pub probe: ProbeTarget,
+    /// Is probed (excluded nodes are not).
+    pub probed: bool,
 }
 
 /// A backend.
@@ -191,7 +249,9 @@ pub struct BackendPlan {
     /// Where it lives.
     pub segment: SegmentId,
     /// Node name, if it is a node.
-    pub node: Option<String>,
+    pub node: Option<Arc<str>>,
+    /// In some lookup table: may take new connections.
+    pub eligible: bool,
 }
 
 /// One thing to probe; equal targets are probed once.
@@ -202,28 +262,37 @@ pub struct ProbeTarget {
     /// Port.
     pub port: u16,
     /// Interface to bind to.
-    pub interface: String,
+    pub interface: Arc<str>,
     /// How (its `port` has been resolved to the port above).
-    pub probe: crate::config::Probe,
+    pub probe: Arc<Probe>,
 }
 
 /// Flows to remove because what they point to is gone or is now another's.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Reset {
     /// All flows of a frontend.
     Frontend(FrontendId),
+    /// Flows of a frontend to one of its backends.
+    Backend {
+        /// Frontend.
+        frontend: FrontendId,
+        /// Backend.
+        backend: BackendId,
+    },
     /// All flows to an address in a segment.
     Address(SegmentId, IpAddr),
-    /// Flows of any other frontend to this address and port: it is `keep`'s now.
+    /// Flows of any other frontend to this port: it belongs to the frontends in `keep` now.
     Target {
         /// Backend's segment.
         segment: SegmentId,
+        /// IP protocol number.
+        protocol: u8,
         /// Backend's address; `None` = any.
         address: Option<IpAddr>,
         /// Backend's port.
         port: u16,
-        /// The frontend that owns it now.
-        keep: FrontendId,
+        /// The frontends that own it now.
+        keep: BTreeSet<FrontendId>,
     },
 }
 
@@ -241,14 +310,14 @@ pub struct Notice {
 }
 
 /// State of a probed target.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TargetHealth {
     /// `Some(true)` = up, `Some(false)` = down, `None` = no result yet.
     pub up: Option<bool>,
     /// Why, e.g. `connection refused`.
     pub cause: String,
-    /// How long it has been so.
-    pub since: Duration,
+    /// Since when, in seconds since the epoch; for display only.
+    pub since: i64,
 }
 
 /// Health of all targets.
