@@ -172,6 +172,11 @@ impl Pins {
         Ok(Vec::new())
     }
 
+    /// Half-open connections whose record may be read.
+    pub fn half_open(&self) -> Result<Vec<abi::HalfOpen4>, DataplaneError> {
+        Ok(Vec::new())
+    }
+
     /// All frontends.
     pub fn frontends(&self) -> Result<Vec<abi::Frontend>, DataplaneError> {
         Ok(Vec::new())

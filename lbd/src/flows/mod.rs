@@ -1,0 +1,755 @@
+//! Flows as an operator sees them: one connection from both halves, states named, ticks turned into seconds, filters.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap};
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::str::FromStr;
+use std::time::Duration;
+
+use ipnet::IpNet;
+use lbd_common::abi::{FLOW_DEAD, FLOW_FIN, FLOW_PEER_FIN, FLOW_RESET, Flow4, Frontend, HalfOpen4, Settings, Tuple4};
+use serde::Serialize;
+
+use crate::dataplane::FlowPair;
+
+/// State of a flow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum State {
+    /// The client's SYN went to a backend; the client has not yet proven that it saw the answer.
+    HalfOpen,
+    /// Open both ways.
+    Established,
+    /// One side has sent its FIN.
+    Closing,
+    /// Both sides have sent their FIN; kept for late packets.
+    Closed,
+    /// One side has sent a RST; kept for late packets.
+    Reset,
+}
+
+impl State {
+    /// All states.
+    pub const ALL: [Self; 5] = [Self::HalfOpen, Self::Established, Self::Closing, Self::Closed, Self::Reset];
+
+    /// Stable name.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::HalfOpen => "half_open",
+            Self::Established => "established",
+            Self::Closing => "closing",
+            Self::Closed => "closed",
+            Self::Reset => "reset",
+        }
+    }
+
+    /// From the `FLOW_*` bits of a half; `None` = marked for removal.
+    pub const fn of(bits: u16) -> Option<Self> {
+        if bits & FLOW_DEAD != 0 {
+            None
+        } else if bits & FLOW_RESET != 0 {
+            Some(Self::Reset)
+        } else {
+            Some(match (bits & FLOW_FIN != 0, bits & FLOW_PEER_FIN != 0) {
+                (false, false) => Self::Established,
+                (true, true) => Self::Closed,
+                (true, false) | (false, true) => Self::Closing,
+            })
+        }
+    }
+
+    /// Ticks without a packet after which the datapath forgets such a flow.
+    const fn timeout(self, settings: &Settings) -> u32 {
+        match self {
+            Self::HalfOpen => settings.tcp_half_open,
+            Self::Established | Self::Closing => settings.tcp_established,
+            Self::Closed => settings.tcp_fin,
+            Self::Reset => settings.tcp_reset,
+        }
+    }
+}
+
+impl FromStr for State {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        Self::ALL.into_iter().find(|state| state.as_str() == text).ok_or_else(|| {
+            format!("\"{text}\" is no state of a flow; there are {}", Self::ALL.map(Self::as_str).join(", "))
+        })
+    }
+}
+
+/// One connection, both directions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Flow {
+    /// IP protocol number.
+    pub protocol: u8,
+    /// Segment in which the client is.
+    pub segment: u16,
+    /// Client.
+    pub client: SocketAddr,
+    /// VIP.
+    pub vip: SocketAddr,
+    /// Backend.
+    pub backend: SocketAddr,
+    /// Segment in which the backend is.
+    pub backend_segment: u16,
+    /// Source that the backend sees.
+    pub snat: SocketAddr,
+    /// Frontend id.
+    pub frontend: u16,
+    /// Backend id.
+    pub backend_id: u16,
+    /// State.
+    pub state: State,
+    /// Ticks since it was opened.
+    pub age: u32,
+    /// Ticks since the last packet in either direction.
+    pub idle: u32,
+    /// Packets client → backend.
+    pub in_packets: u64,
+    /// Bytes client → backend.
+    pub in_bytes: u64,
+    /// Packets backend → client.
+    pub out_packets: u64,
+    /// Bytes backend → client.
+    pub out_bytes: u64,
+}
+
+fn socket(address: [u8; 4], port_be: u16) -> SocketAddr {
+    SocketAddr::new(Ipv4Addr::from(address).into(), u16::from_be(port_be))
+}
+
+/// Address of an IPv6 or IPv4-mapped field of the maps.
+pub fn unmap(address: &[u8; 16]) -> IpAddr {
+    std::net::Ipv6Addr::from(*address).to_canonical()
+}
+
+/// Converts ticks.
+#[derive(Clone, Copy, Debug)]
+pub struct Clock {
+    /// Current tick.
+    pub now: u32,
+    /// Ticks in one second, times 256.
+    pub ticks_per_second_256: u32,
+}
+
+impl Clock {
+    /// Ticks from `then` to now. Another CPU's stamp may lie a little in the future: that is zero.
+    pub const fn since(&self, then: u32) -> u32 {
+        let ticks = self.now.wrapping_sub(then);
+        if ticks > u32::MAX / 2 { 0 } else { ticks }
+    }
+
+    /// Seconds, rounded down.
+    pub fn seconds(&self, ticks: u32) -> u64 {
+        u64::from(ticks) * 256 / u64::from(self.ticks_per_second_256.max(1))
+    }
+
+    /// Ticks in a duration.
+    pub fn ticks(&self, duration: Duration) -> u64 {
+        u64::try_from(duration.as_millis() * u128::from(self.ticks_per_second_256) / 256_000).unwrap_or(u64::MAX)
+    }
+}
+
+impl Flow {
+    /// A flow of the table; `None` = marked for removal, or idle for longer than the datapath keeps it.
+    pub fn from_pair(pair: &FlowPair, clock: Clock, settings: &Settings) -> Option<Self> {
+        let forward = &pair.forward;
+        let state = State::of(forward.state)?;
+        let reverse = pair.reverse.as_ref();
+        let last_seen = clock.since(forward.last_seen);
+        let idle = reverse.map_or(last_seen, |half| last_seen.min(clock.since(half.last_seen)));
+        if idle > state.timeout(settings) {
+            return None;
+        }
+        let Tuple4 { source, destination, source_port_be, destination_port_be } = pair.key.tuple;
+        Some(Self {
+            protocol: pair.key.protocol,
+            segment: pair.key.segment,
+            client: socket(source, source_port_be),
+            vip: socket(destination, destination_port_be),
+            backend: socket(forward.to.destination, forward.to.destination_port_be),
+            backend_segment: pair.backend_segment,
+            snat: socket(forward.to.source, forward.to.source_port_be),
+            frontend: forward.frontend,
+            backend_id: forward.backend(),
+            state,
+            age: clock.since(forward.created()),
+            idle,
+            in_packets: forward.packets(),
+            in_bytes: forward.bytes,
+            out_packets: reverse.map_or(0, Flow4::packets),
+            out_bytes: reverse.map_or(0, |half| half.bytes),
+        })
+    }
+
+    /// A half-open connection; `None` = older than the datapath keeps it. Its packets are not counted yet.
+    pub fn from_half_open(record: &HalfOpen4, clock: Clock, settings: &Settings) -> Option<Self> {
+        let idle = clock.since(record.last_seen);
+        if idle > State::HalfOpen.timeout(settings) {
+            return None;
+        }
+        Some(Self {
+            protocol: 6,
+            segment: record.client_segment,
+            client: socket(record.client.source, record.client.source_port_be),
+            vip: socket(record.client.destination, record.client.destination_port_be),
+            backend: socket(record.to.destination, record.to.destination_port_be),
+            backend_segment: record.backend_segment,
+            snat: socket(record.to.source, record.to.source_port_be),
+            frontend: record.frontend,
+            backend_id: record.backend,
+            state: State::HalfOpen,
+            age: clock.since(record.first_syn),
+            idle,
+            in_packets: 0,
+            in_bytes: 0,
+            out_packets: 0,
+            out_bytes: 0,
+        })
+    }
+}
+
+/// An address, an address with a port, or a prefix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Endpoint {
+    network: IpNet,
+    port: Option<u16>,
+}
+
+impl Endpoint {
+    /// Whether it means this one.
+    pub fn matches(&self, socket: SocketAddr) -> bool {
+        self.network.contains(&socket.ip()) && self.port.is_none_or(|port| port == socket.port())
+    }
+}
+
+impl FromStr for Endpoint {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let bare = text.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(text);
+        if let Ok(address) = bare.parse::<IpAddr>() {
+            Ok(Self { network: address.into(), port: None })
+        } else if let Ok(socket) = text.parse::<SocketAddr>() {
+            Ok(Self { network: socket.ip().into(), port: Some(socket.port()) })
+        } else if let Ok(network) = text.parse::<IpNet>() {
+            Ok(Self { network, port: None })
+        } else {
+            Err(format!("\"{text}\" is no address, address:port or prefix (write IPv6 with a port as [address]:port)"))
+        }
+    }
+}
+
+impl fmt::Display for Endpoint {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.port {
+            Some(port) => write!(formatter, "{}", SocketAddr::new(self.network.addr(), port)),
+            None => write!(formatter, "{}", self.network),
+        }
+    }
+}
+
+/// Which flows are meant; everything that is given must fit.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Filter {
+    /// Tenant's name, or `#index`.
+    pub tenant: Option<String>,
+    /// VIP.
+    pub vip: Option<Endpoint>,
+    /// Client.
+    pub client: Option<Endpoint>,
+    /// Backend.
+    pub backend: Option<Endpoint>,
+    /// Service or frontend: `namespace/name`, a name, or `#id`.
+    pub service: Option<String>,
+    /// IP protocol number.
+    pub protocol: Option<u8>,
+    /// State.
+    pub state: Option<State>,
+    /// Opened at least so long ago.
+    pub older: Option<Duration>,
+}
+
+/// What a frontend id stands for.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct FrontendNames {
+    /// Tenant.
+    pub tenant: String,
+    /// Service or frontend.
+    pub service: String,
+    /// Frontend's name.
+    pub name: String,
+}
+
+/// Names for everything that a flow refers to by number.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Directory {
+    /// The hub.
+    pub hub: String,
+    /// Frontends by id.
+    pub frontends: BTreeMap<u16, FrontendNames>,
+    /// Nodes by address.
+    pub nodes: BTreeMap<IpAddr, String>,
+    /// Segments in which nodes live: the same address elsewhere is another station.
+    pub node_segments: Vec<u16>,
+}
+
+impl Directory {
+    /// Merges what the maps hold with what the agent has called it. Without a name it is `#id`.
+    pub fn new(names: &crate::api::types::Names, frontends: &[Frontend]) -> Self {
+        let tenant = |index: u16| names.tenants.get(&index).cloned().unwrap_or_else(|| format!("#{index}"));
+        let mut all: BTreeMap<u16, FrontendNames> = names
+            .frontends
+            .iter()
+            .map(|(&id, label)| {
+                let entry = FrontendNames {
+                    tenant: tenant(label.tenant),
+                    service: label.label().to_owned(),
+                    name: label.name.clone(),
+                };
+                (id, entry)
+            })
+            .collect();
+        for frontend in frontends {
+            all.entry(frontend.id).or_insert_with(|| {
+                let id = format!("#{}", frontend.id);
+                FrontendNames { tenant: tenant(frontend.tenant), service: id.clone(), name: id }
+            });
+        }
+        Self {
+            hub: if names.hub.is_empty() { "#1".to_owned() } else { names.hub.clone() },
+            frontends: all,
+            nodes: names.nodes.clone(),
+            node_segments: names.segments.iter().filter(|(_, label)| label.hub_side).map(|(&id, _)| id).collect(),
+        }
+    }
+
+    /// Name of the node with this address in this segment.
+    pub fn node(&self, segment: u16, address: IpAddr) -> Option<&str> {
+        let name = self.nodes.get(&address)?;
+        self.node_segments.contains(&segment).then_some(name.as_str())
+    }
+
+    /// Names of a frontend that neither the maps nor the agent know any more.
+    pub fn unknown(id: u16) -> FrontendNames {
+        FrontendNames { tenant: "#0".to_owned(), service: format!("#{id}"), name: format!("#{id}") }
+    }
+}
+
+/// A [`Filter`] with its names looked up.
+pub struct Matcher<'a> {
+    filter: &'a Filter,
+    older: u64,
+    /// Frontends that fit `tenant` and `service`; `None` = all.
+    frontends: Option<Vec<bool>>,
+}
+
+impl<'a> Matcher<'a> {
+    /// Looks the names up.
+    pub fn new(filter: &'a Filter, directory: &Directory, clock: Clock) -> Self {
+        let frontends = (filter.tenant.is_some() || filter.service.is_some()).then(|| {
+            let mut wanted = vec![false; usize::from(u16::MAX) + 1];
+            for (&id, names) in &directory.frontends {
+                let tenant = filter.tenant.as_ref().is_none_or(|tenant| *tenant == names.tenant);
+                let service = filter.service.as_ref().is_none_or(|service| {
+                    *service == names.service
+                        || *service == names.name
+                        || names.service.split_once('/').is_some_and(|(_, name)| name == service)
+                        || service.strip_prefix('#').is_some_and(|number| number.parse() == Ok(id))
+                });
+                wanted[usize::from(id)] = tenant && service;
+            }
+            wanted
+        });
+        Self { filter, older: filter.older.map_or(0, |older| clock.ticks(older)), frontends }
+    }
+
+    /// Whether the flow is meant.
+    pub fn matches(&self, flow: &Flow) -> bool {
+        let filter = self.filter;
+        filter.protocol.is_none_or(|protocol| protocol == flow.protocol)
+            && filter.state.is_none_or(|state| state == flow.state)
+            && u64::from(flow.age) >= self.older
+            && filter.client.is_none_or(|client| client.matches(flow.client))
+            && filter.vip.is_none_or(|vip| vip.matches(flow.vip))
+            && filter.backend.is_none_or(|backend| backend.matches(flow.backend))
+            && self.frontends.as_ref().is_none_or(|frontends| frontends[usize::from(flow.frontend)])
+    }
+}
+
+/// Order of `--top`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum By {
+    /// Bytes in both directions.
+    #[default]
+    Bytes,
+    /// Packets in both directions.
+    Packets,
+    /// Age.
+    Age,
+}
+
+impl By {
+    fn of(self, flow: &Flow) -> u64 {
+        match self {
+            Self::Bytes => flow.in_bytes.saturating_add(flow.out_bytes),
+            Self::Packets => flow.in_packets.saturating_add(flow.out_packets),
+            Self::Age => u64::from(flow.age),
+        }
+    }
+}
+
+fn order(flow: &Flow) -> (SocketAddr, SocketAddr, u16, u8) {
+    (flow.vip, flow.client, flow.segment, flow.protocol)
+}
+
+struct Ranked(u64, Flow);
+
+impl Ord for Ranked {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        self.0.cmp(&other.0).then_with(|| order(&other.1).cmp(&order(&self.1)))
+    }
+}
+
+impl PartialOrd for Ranked {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl PartialEq for Ranked {
+    fn eq(&self, other: &Self) -> bool {
+        self.cmp(other).is_eq()
+    }
+}
+
+impl Eq for Ranked {}
+
+/// The `count` largest, largest first; of equal ones the first by VIP and client.
+pub fn top(flows: impl Iterator<Item = Flow>, count: usize, by: By) -> Vec<Flow> {
+    let mut heap: BinaryHeap<Reverse<Ranked>> = BinaryHeap::new();
+    for flow in flows {
+        let ranked = Ranked(by.of(&flow), flow);
+        if heap.len() < count {
+            heap.push(Reverse(ranked));
+        } else if heap.peek().is_some_and(|smallest| smallest.0 < ranked) {
+            heap.pop();
+            heap.push(Reverse(ranked));
+        }
+    }
+    heap.into_sorted_vec().into_iter().map(|Reverse(Ranked(_, flow))| flow).collect()
+}
+
+/// All, by VIP and client.
+pub fn sorted(flows: impl Iterator<Item = Flow>) -> Vec<Flow> {
+    let mut all: Vec<Flow> = flows.collect();
+    all.sort_unstable_by_key(order);
+    all
+}
+
+/// JSON of one flow: the contract of `lbctl flows -o json`.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct FlowRecord<'a> {
+    /// Hub that the frontend belongs to.
+    pub hub: &'a str,
+    /// Tenant.
+    pub tenant: &'a str,
+    /// `TCP` or `UDP`.
+    pub proto: &'a str,
+    /// Client, `address:port`.
+    pub client: SocketAddr,
+    /// VIP, `address:port`.
+    pub vip: SocketAddr,
+    /// Backend, `address:port`.
+    pub backend: SocketAddr,
+    /// Node, if the backend is one that the agent knows.
+    pub node: Option<&'a str>,
+    /// `namespace/name` of the Service, or the name of the frontend in the file.
+    pub service: &'a str,
+    /// Source that the backend sees, `address:port`.
+    pub snat: SocketAddr,
+    /// State.
+    pub state: &'static str,
+    /// Seconds since it was opened.
+    pub age_s: u64,
+    /// Seconds since the last packet.
+    pub idle_s: u64,
+    /// Packets client → backend.
+    pub in_packets: u64,
+    /// Bytes of IP packets client → backend.
+    pub in_bytes: u64,
+    /// Packets backend → client.
+    pub out_packets: u64,
+    /// Bytes of IP packets backend → client.
+    pub out_bytes: u64,
+}
+
+/// Name of an IP protocol.
+pub const fn protocol_name(protocol: u8) -> &'static str {
+    match protocol {
+        6 => "TCP",
+        17 => "UDP",
+        _ => "?",
+    }
+}
+
+/// Names a flow's numbers, many times over: looks each frontend up once.
+pub struct Namer<'a> {
+    directory: &'a Directory,
+    unknown: BTreeMap<u16, FrontendNames>,
+    clock: Clock,
+}
+
+impl<'a> Namer<'a> {
+    /// For these flows.
+    pub fn new(directory: &'a Directory, clock: Clock, flows: &[Flow]) -> Self {
+        let unknown = flows
+            .iter()
+            .filter(|flow| !directory.frontends.contains_key(&flow.frontend))
+            .map(|flow| (flow.frontend, Directory::unknown(flow.frontend)))
+            .collect();
+        Self { directory, unknown, clock }
+    }
+
+    /// The record of one of the flows.
+    pub fn record(&self, flow: &Flow) -> FlowRecord<'_> {
+        let names = self.directory.frontends.get(&flow.frontend).or_else(|| self.unknown.get(&flow.frontend));
+        let (tenant, service) = names.map_or(("?", "?"), |names| (names.tenant.as_str(), names.service.as_str()));
+        FlowRecord {
+            hub: &self.directory.hub,
+            tenant,
+            proto: protocol_name(flow.protocol),
+            client: flow.client,
+            vip: flow.vip,
+            backend: flow.backend,
+            node: self.directory.node(flow.backend_segment, flow.backend.ip()),
+            service,
+            snat: flow.snat,
+            state: flow.state.as_str(),
+            age_s: self.clock.seconds(flow.age),
+            idle_s: self.clock.seconds(flow.idle),
+            in_packets: flow.in_packets,
+            in_bytes: flow.in_bytes,
+            out_packets: flow.out_packets,
+            out_bytes: flow.out_bytes,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use lbd_common::abi::{FLOW_REPLIED, FLOW_REVERSE, FlowKey4};
+
+    use super::*;
+    use crate::api::types::{FrontendLabel, Names, SegmentLabel};
+
+    const CLOCK: Clock = Clock { now: 100_000, ticks_per_second_256: 4000 };
+
+    fn settings() -> Settings {
+        Settings {
+            ticks_per_second_256: CLOCK.ticks_per_second_256,
+            tcp_established: 90_000,
+            tcp_half_open: 469,
+            tcp_fin: 938,
+            tcp_reset: 157,
+            ..Settings::ZERO
+        }
+    }
+
+    fn tuple(source: [u8; 4], source_port: u16, destination: [u8; 4], destination_port: u16) -> Tuple4 {
+        Tuple4 {
+            source,
+            destination,
+            source_port_be: source_port.to_be(),
+            destination_port_be: destination_port.to_be(),
+        }
+    }
+
+    /// A flow of client 203.0.113.9:`port` → 192.0.2.34:6443.
+    fn pair(port: u16, state: u16) -> FlowPair {
+        let key =
+            FlowKey4 { tuple: tuple([203, 0, 113, 9], port, [192, 0, 2, 34], 6443), segment: 2, protocol: 6, pad: 0 };
+        let to = tuple([10, 0, 0, 2], port + 1, [10, 0, 0, 11], 30918);
+        FlowPair {
+            key,
+            forward: Flow4 {
+                tuple: key.tuple,
+                segment: 2,
+                next_hop: 3,
+                to,
+                last_seen: CLOCK.now - 100,
+                bytes: 1000,
+                packets: 10,
+                own: Flow4::forward_own(CLOCK.now - 1000, 7),
+                frontend: 5,
+                state,
+                ..Flow4::ZERO
+            },
+            reverse: Some(Flow4 {
+                tuple: FlowKey4::reply(&to, 1, 6).tuple,
+                segment: 1,
+                next_hop: 4,
+                to: FlowKey4::reply(&key.tuple, 1, 6).tuple,
+                last_seen: CLOCK.now - 50,
+                bytes: 5000,
+                packets: 20,
+                packets_high: 1,
+                frontend: 5,
+                state: state | FLOW_REVERSE,
+                ..Flow4::ZERO
+            }),
+            backend_segment: 1,
+        }
+    }
+
+    fn flow(pair: &FlowPair) -> Option<Flow> {
+        Flow::from_pair(pair, CLOCK, &settings())
+    }
+
+    fn names() -> Names {
+        Names {
+            hub: "hub".to_owned(),
+            segments: [(1, SegmentLabel { hub_side: true, ..SegmentLabel::default() })].into(),
+            tenants: [(1, "tenant-a".to_owned())].into(),
+            frontends: [(
+                5,
+                FrontendLabel { name: "api".to_owned(), service: Some("hcp-a/kube-apiserver".to_owned()), tenant: 1 },
+            )]
+            .into(),
+            nodes: [("10.0.0.11".parse().unwrap(), "n1".to_owned())].into(),
+        }
+    }
+
+    #[test]
+    fn the_json_is_the_contract() {
+        let flow = flow(&pair(40000, FLOW_REPLIED)).unwrap();
+        assert_eq!((flow.age, flow.idle, flow.backend_id), (1000, 50, 7));
+        let names = names();
+        let directory = Directory::new(&names, &[]);
+        let json = serde_json::to_value(Namer::new(&directory, CLOCK, &[flow]).record(&flow)).unwrap();
+        assert_eq!(
+            json,
+            serde_json::json!({
+                "hub": "hub", "tenant": "tenant-a", "proto": "TCP", "client": "203.0.113.9:40000", "vip": "192.0.2.34:6443",
+                "backend": "10.0.0.11:30918", "node": "n1", "service": "hcp-a/kube-apiserver", "snat": "10.0.0.2:40001",
+                "state": "established", "age_s": 64, "idle_s": 3, "in_packets": 10, "in_bytes": 1000,
+                "out_packets": 4_294_967_316_u64, "out_bytes": 5000
+            })
+        );
+    }
+
+    #[test]
+    fn a_flow_without_its_reverse_half_is_shown() {
+        let flow = flow(&FlowPair { reverse: None, ..pair(40000, 0) }).unwrap();
+        assert_eq!((flow.out_packets, flow.out_bytes, flow.idle), (0, 0, 100));
+    }
+
+    #[test]
+    fn a_node_is_one_only_where_nodes_live() {
+        let names = names();
+        let directory = Directory::new(&names, &[]);
+        assert_eq!(directory.node(1, "10.0.0.11".parse().unwrap()), Some("n1"));
+        assert_eq!(directory.node(2, "10.0.0.11".parse().unwrap()), None);
+        assert_eq!(directory.node(1, "10.0.0.12".parse().unwrap()), None);
+    }
+
+    #[test]
+    fn states_and_expiry() {
+        assert_eq!(State::of(0), Some(State::Established));
+        assert_eq!(State::of(FLOW_FIN), Some(State::Closing));
+        assert_eq!(State::of(FLOW_PEER_FIN), Some(State::Closing));
+        assert_eq!(State::of(FLOW_FIN | FLOW_PEER_FIN), Some(State::Closed));
+        assert_eq!(State::of(FLOW_FIN | FLOW_RESET), Some(State::Reset));
+        assert_eq!(State::of(FLOW_DEAD | FLOW_FIN), None);
+        assert_eq!(flow(&pair(1, FLOW_DEAD)), None);
+        let mut reset = pair(1, FLOW_RESET);
+        assert_eq!(flow(&reset).unwrap().state, State::Reset);
+        reset.forward.last_seen = CLOCK.now - 158;
+        assert!(flow(&reset).is_some(), "the other direction is younger");
+        reset.reverse = None;
+        assert_eq!(flow(&reset), None, "a reset flow is forgotten after its timeout");
+        let mut ahead = pair(1, 0);
+        ahead.forward.last_seen = CLOCK.now + 3;
+        assert_eq!(flow(&ahead).unwrap().idle, 0, "another CPU may be a tick ahead");
+    }
+
+    #[test]
+    fn half_open_records_are_flows_too() {
+        let record = HalfOpen4 {
+            client: tuple([203, 0, 113, 9], 1, [192, 0, 2, 34], 6443),
+            to: tuple([10, 0, 0, 2], 2, [10, 0, 0, 11], 30918),
+            first_syn: CLOCK.now - 20,
+            last_seen: CLOCK.now - 10,
+            ..HalfOpen4::ZERO
+        };
+        let flow = Flow::from_half_open(&record, CLOCK, &settings()).unwrap();
+        assert_eq!((flow.state, flow.age, flow.idle), (State::HalfOpen, 20, 10));
+        let old = HalfOpen4 { last_seen: CLOCK.now - 470, ..record };
+        assert_eq!(Flow::from_half_open(&old, CLOCK, &settings()), None);
+    }
+
+    #[test]
+    fn filters() {
+        let flows = [flow(&pair(40000, 0)).unwrap(), flow(&pair(40002, FLOW_FIN)).unwrap()];
+        let names = names();
+        let directory = Directory::new(&names, &[]);
+        let count = |filter: Filter| {
+            let matcher = Matcher::new(&filter, &directory, CLOCK);
+            flows.iter().filter(|flow| matcher.matches(flow)).count()
+        };
+        assert_eq!(count(Filter::default()), 2);
+        for (text, expected) in
+            [("203.0.113.9", 2), ("203.0.113.9:40000", 1), ("203.0.113.0/24", 2), ("203.0.114.0/24", 0), ("::/0", 0)]
+        {
+            assert_eq!(count(Filter { client: Some(text.parse().unwrap()), ..Filter::default() }), expected, "{text}");
+        }
+        assert_eq!(count(Filter { vip: Some("192.0.2.34:6443".parse().unwrap()), ..Filter::default() }), 2);
+        assert_eq!(count(Filter { backend: Some("10.0.0.12".parse().unwrap()), ..Filter::default() }), 0);
+        for service in ["hcp-a/kube-apiserver", "kube-apiserver", "api", "#5"] {
+            assert_eq!(count(Filter { service: Some(service.to_owned()), ..Filter::default() }), 2, "{service}");
+        }
+        assert_eq!(count(Filter { service: Some("hcp-a/other".to_owned()), ..Filter::default() }), 0);
+        assert_eq!(count(Filter { tenant: Some("tenant-b".to_owned()), ..Filter::default() }), 0);
+        assert_eq!(count(Filter { protocol: Some(17), ..Filter::default() }), 0);
+        assert_eq!(count(Filter { state: Some(State::Closing), ..Filter::default() }), 1);
+        assert_eq!(count(Filter { older: Some(Duration::from_secs(63)), ..Filter::default() }), 2);
+        assert_eq!(count(Filter { older: Some(Duration::from_secs(65)), ..Filter::default() }), 0);
+    }
+
+    #[test]
+    fn endpoints_parse() {
+        for good in
+            ["1.2.3.4", "1.2.3.4:5", "1.2.3.0/24", "2001:db8::1", "[2001:db8::1]:443", "[2001:db8::1]", "2001:db8::/32"]
+        {
+            assert!(good.parse::<Endpoint>().is_ok(), "{good}");
+        }
+        for bad in ["", "1.2.3", "1.2.3.4:", "1.2.3.4:70000", "1.2.3.4/33", "host:1"] {
+            assert!(bad.parse::<Endpoint>().is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn the_top_is_largest_first() {
+        let mut flows: Vec<Flow> = (0..100).filter_map(|port| flow(&pair(port * 2, 0))).collect();
+        for (index, flow) in flows.iter_mut().enumerate() {
+            flow.in_bytes = (index as u64 * 37) % 100;
+        }
+        let top3 = top(flows.iter().copied(), 3, By::Bytes);
+        assert_eq!(top3.iter().map(|flow| flow.in_bytes).collect::<Vec<_>>(), [99, 98, 97]);
+        let equal = top(flows.iter().copied(), 2, By::Age);
+        assert_eq!(equal.iter().map(|flow| flow.client.port()).collect::<Vec<_>>(), [0, 2]);
+        assert!(top(flows.into_iter(), 0, By::Age).is_empty());
+    }
+
+    #[test]
+    fn ids_without_names_are_shown_as_numbers() {
+        let frontend = Frontend { id: 5, tenant: 3, ..Frontend::ZERO };
+        let directory = Directory::new(&Names::default(), &[frontend]);
+        assert_eq!(
+            directory.frontends[&5],
+            FrontendNames { tenant: "#3".to_owned(), service: "#5".to_owned(), name: "#5".to_owned() }
+        );
+    }
+}
