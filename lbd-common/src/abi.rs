@@ -5,6 +5,7 @@
 //! the offsets of each struct are asserted below; changing one means a new [`ABI_VERSION`].
 
 use core::mem::{align_of, offset_of, size_of, zeroed};
+use core::net::{Ipv4Addr, SocketAddrV4};
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
@@ -63,6 +64,12 @@ pub type Mac = [u8; 6];
 /// `bpf_jiffies64` is inlined by the verifier to one load; `bpf_ktime_get_ns` costs as much as a map look-up.
 pub const TICK_SHIFT: u32 = 4;
 
+/// Entries of [`names::HALF_OPEN4`], a power of two: 65,536 half-open connections.
+pub const HALF_OPEN_SETS: u32 = 8192;
+/// Entries of [`names::HINTS4`], a power of two.
+pub const HINT_LINES: u32 = 4096;
+/// Default entries of [`names::FLOWS4`]: two halves for each of `max_flows` flows.
+pub const FLOW_ENTRIES: u32 = 2 * 262_144;
 /// Number of VLAN ids per NIC in [`names::SEGMENTS`]; VID 0 is untagged.
 pub const VLANS: u32 = 4096;
 /// NICs that one agent can attach to.
@@ -118,15 +125,15 @@ abi_struct! {
     /// Addresses and ports of one direction, as on the wire.
     pub struct Tuple4 {
         /// Source address.
-        pub source: [u8; 4],
+        pub source_be: u32,
         /// Destination address.
-        pub destination: [u8; 4],
+        pub destination_be: u32,
         /// Source port.
         pub source_port_be: u16,
         /// Destination port.
         pub destination_port_be: u16,
     }
-    size 12 align 2 offsets { source: 0, destination: 4, source_port_be: 8, destination_port_be: 10 }
+    size 12 align 4 offsets { source_be: 0, destination_be: 4, source_port_be: 8, destination_port_be: 10 }
 }
 
 abi_struct! {
@@ -141,7 +148,7 @@ abi_struct! {
         /// Zero.
         pub pad: u8,
     }
-    size 16 align 2 offsets { tuple: 0, segment: 12, protocol: 14 }
+    size 16 align 4 offsets { tuple: 0, segment: 12, protocol: 14 }
 }
 
 abi_struct! {
@@ -322,16 +329,16 @@ abi_struct! {
         pub on_link_next_hop: u16,
         /// VLAN id, 0 = untagged.
         pub vlan: u16,
-        /// On-link IPv4 prefix: network address.
-        pub network4: [u8; 4],
-        /// On-link IPv4 prefix: mask (zero: no prefix, all clients are off-link).
-        pub mask4: [u8; 4],
         /// Zero.
         pub pad: u16,
+        /// On-link IPv4 prefix: network address.
+        pub network4_be: u32,
+        /// On-link IPv4 prefix: mask (zero: no prefix, all clients are off-link).
+        pub mask4_be: u32,
         /// Egress MTU of the NIC for IP packets.
         pub mtu: u32,
     }
-    size 32 align 4 offsets { id: 0, flags: 2, mac: 4, tenant: 10, gateway_next_hop: 12, vlan: 16, network4: 18, mask4: 22, mtu: 28 }
+    size 32 align 4 offsets { id: 0, flags: 2, mac: 4, tenant: 10, gateway_next_hop: 12, vlan: 16, network4_be: 20, mask4_be: 24, mtu: 28 }
 }
 
 /// [`Segment::flags`]: tenants' clients arrive here; the host behind is closed except for `host_access`.
@@ -680,13 +687,37 @@ pub const fn unmapped(address: &[u8; 16]) -> [u8; 4] {
     [address[12], address[13], address[14], address[15]]
 }
 
+impl Tuple4 {
+    /// From host types.
+    pub const fn new(source: (Ipv4Addr, u16), destination: (Ipv4Addr, u16)) -> Self {
+        Self {
+            source_be: u32::from_ne_bytes(source.0.octets()),
+            destination_be: u32::from_ne_bytes(destination.0.octets()),
+            source_port_be: source.1.to_be(),
+            destination_port_be: destination.1.to_be(),
+        }
+    }
+
+    /// Source address and port.
+    pub const fn source(&self) -> SocketAddrV4 {
+        let [a, b, c, d] = self.source_be.to_ne_bytes();
+        SocketAddrV4::new(Ipv4Addr::new(a, b, c, d), u16::from_be(self.source_port_be))
+    }
+
+    /// Destination address and port.
+    pub const fn destination(&self) -> SocketAddrV4 {
+        let [a, b, c, d] = self.destination_be.to_ne_bytes();
+        SocketAddrV4::new(Ipv4Addr::new(a, b, c, d), u16::from_be(self.destination_port_be))
+    }
+}
+
 impl FlowKey4 {
     /// Key of the other half: where replies to `to` arrive.
     pub const fn reply(to: &Tuple4, segment: u16, protocol: u8) -> Self {
         Self {
             tuple: Tuple4 {
-                source: to.destination,
-                destination: to.source,
+                source_be: to.destination_be,
+                destination_be: to.source_be,
                 source_port_be: to.destination_port_be,
                 destination_port_be: to.source_port_be,
             },

@@ -23,15 +23,15 @@ impl Delta {
     /// Four bytes at an even offset changed.
     #[must_use]
     #[inline(always)]
-    pub const fn quad(self, old: [u8; 4], new: [u8; 4]) -> Self {
-        Self(self.0 + (!u32::from_ne_bytes(old)) as u64 + u32::from_ne_bytes(new) as u64)
+    pub const fn quad(self, old: u32, new: u32) -> Self {
+        Self(self.0 + (!old) as u64 + new as u64)
     }
 
     /// The addresses of a tuple changed.
     #[must_use]
     #[inline(always)]
     pub const fn addresses(self, old: &Tuple4, new: &Tuple4) -> Self {
-        self.quad(old.source, new.source).quad(old.destination, new.destination)
+        self.quad(old.source_be, new.source_be).quad(old.destination_be, new.destination_be)
     }
 
     /// The ports of a tuple changed.
@@ -105,7 +105,7 @@ mod tests {
             let before = checksum(&bytes);
             let old = [bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]];
             bytes[at..at + 4].copy_from_slice(&new);
-            prop_assert_eq!(Delta::NONE.quad(old, new).apply(before), checksum(&bytes));
+            prop_assert_eq!(Delta::NONE.quad(u32::from_ne_bytes(old), u32::from_ne_bytes(new)).apply(before), checksum(&bytes));
         }
 
         #[test]
@@ -117,7 +117,7 @@ mod tests {
             bytes[14] ^= 1 << bit;
             let old = [bytes[0], bytes[1], bytes[2], bytes[3]];
             bytes[..4].copy_from_slice(&new);
-            prop_assert_ne!(Delta::NONE.quad(old, new).apply(before), checksum(&bytes));
+            prop_assert_ne!(Delta::NONE.quad(u32::from_ne_bytes(old), u32::from_ne_bytes(new)).apply(before), checksum(&bytes));
         }
     }
 

@@ -56,7 +56,7 @@ const DOMAIN_REVERSE: u64 = 3;
 
 #[inline(always)]
 fn address_word(tuple: &Tuple4) -> u64 {
-    u64::from(u32::from_ne_bytes(tuple.source)) << 32 | u64::from(u32::from_ne_bytes(tuple.destination))
+    u64::from(tuple.source_be) << 32 | u64::from(tuple.destination_be)
 }
 
 #[inline(always)]
@@ -75,8 +75,8 @@ pub fn flow4(seed: &Seed, key: &FlowKey4) -> u64 {
 
 /// Hash of a client's address only: the same choice for all ports and VIPs that share a table (HAProxy's `balance source`).
 #[inline(always)]
-pub fn source4(seed: &Seed, client: [u8; 4]) -> u64 {
-    hash_words(seed, DOMAIN_SOURCE, [u64::from(u32::from_ne_bytes(client))])
+pub fn source4(seed: &Seed, client_be: u32) -> u64 {
+    hash_words(seed, DOMAIN_SOURCE, [u64::from(client_be)])
 }
 
 /// Hash of a reverse tuple (backend, SNAT address and port): the owner word of a half-open record. Never zero.
@@ -150,11 +150,8 @@ mod tests {
         assert!(seen.len() >= 15, "{seen:?}");
         let mut buckets = [0u32; 16];
         for client in 0..160_000u32 {
-            let key = FlowKey4 {
-                tuple: Tuple4 { source: client.to_be_bytes(), ..Tuple4::ZERO },
-                protocol: 6,
-                ..FlowKey4::ZERO
-            };
+            let key =
+                FlowKey4 { tuple: Tuple4 { source_be: client.to_be(), ..Tuple4::ZERO }, protocol: 6, ..FlowKey4::ZERO };
             let port = snat_port(flow4(&[7, 9], &key), 0, 1024, 32767);
             buckets[usize::from(port - 1024) * 16 / 31744] += 1;
         }

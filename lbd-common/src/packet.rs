@@ -1,12 +1,13 @@
 //! Headers as they lie in a frame, what is wrong with them, and how they are rewritten.
 //!
-//! All header types have alignment 1 and hold bytes as on the wire, so that a pointer to packet data can be one of them
-//! after a single bounds check.
+//! Fields named `_be` hold what is on the wire. The header types have their fields' natural alignment, which an IP header behind an
+//! Ethernet header has not: BPF reads unaligned packet data in one load where the kernel's verifier allows it (x86-64 and
+//! arm64 do), and host code copies headers into place with [`Ipv4Tcp::from_bytes`].
 
-use network_types::{ip::Ipv4Hdr, tcp::TcpHdr};
+use network_types::arp::ArpHdr;
 
 use crate::abi::{FlowKey4, Mac, Tuple4};
-use crate::checksum::{Delta, checksum, fold, sum};
+use crate::checksum::{Delta, fold};
 use crate::reason::Reason;
 use crate::tcp::{ACK, FIN, RST, SYN};
 
@@ -35,51 +36,119 @@ pub mod ethertype {
 
 /// Length of an Ethernet header.
 pub const ETHERNET: usize = 14;
+/// Length of an IPv4 header without options.
+pub const IPV4: usize = 20;
 /// Length of an IPv4 header without options and of a TCP header without options, together.
 pub const IPV4_TCP: usize = 40;
 
-/// IPv4 header without options and TCP header.
+/// IPv4 header without options (RFC 791).
 #[repr(C)]
-#[derive(Clone, Copy)]
-pub struct Ipv4Tcp {
-    /// IPv4.
-    pub ip: Ipv4Hdr,
-    /// TCP.
-    pub tcp: TcpHdr,
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ipv4 {
+    /// Version (4 bits) and header length in words (4 bits).
+    pub version_length: u8,
+    /// Differentiated services and ECN.
+    pub services: u8,
+    /// Length of the packet.
+    pub total_length_be: u16,
+    /// Identification.
+    pub identification_be: u16,
+    /// Flags (3 bits) and fragment offset (13 bits).
+    pub fragment_be: u16,
+    /// Time to live.
+    pub ttl: u8,
+    /// Protocol.
+    pub protocol: u8,
+    /// Header checksum, as it lies in memory.
+    pub checksum: u16,
+    /// Source.
+    pub source_be: u32,
+    /// Destination.
+    pub destination_be: u32,
 }
 
-const _: () = assert!(size_of::<Ipv4Tcp>() == IPV4_TCP && align_of::<Ipv4Tcp>() == 1);
+/// TCP header without options (RFC 9293).
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tcp {
+    /// Source port.
+    pub source_port_be: u16,
+    /// Destination port.
+    pub destination_port_be: u16,
+    /// Sequence number.
+    pub sequence_be: u32,
+    /// Acknowledgement number.
+    pub acknowledgement_be: u32,
+    /// Data offset in words (upper 4 bits).
+    pub offset: u8,
+    /// Flags: [`crate::tcp`].
+    pub flags: u8,
+    /// Window.
+    pub window_be: u16,
+    /// Checksum, as it lies in memory.
+    pub checksum: u16,
+    /// Urgent pointer.
+    pub urgent_be: u16,
+}
 
-/// Bytes of a TCP header up to which the flags lie.
-const FLAGS_OFFSET: usize = 13;
+/// IPv4 header without options and TCP header.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ipv4Tcp {
+    /// IPv4.
+    pub ip: Ipv4,
+    /// TCP.
+    pub tcp: Tcp,
+}
+
+const _: () = assert!(size_of::<Ipv4>() == IPV4 && size_of::<Ipv4Tcp>() == IPV4_TCP);
+
+impl Ipv4 {
+    /// Whether the header is well-formed, whole, without options and not a fragment; else why not. `available` is the number of
+    /// bytes from the header to the end of the frame.
+    #[inline(always)]
+    pub const fn verify(&self, available: usize) -> Result<(), Reason> {
+        if self.version_length != 0x45 {
+            // Options are lengths 6 to 15; below 5, and another version, are lies.
+            let options = self.version_length >> 4 == 4 && self.version_length & 15 > 5;
+            return Err(if options { Reason::IpOptions } else { Reason::Malformed });
+        }
+        let total = u16::from_be(self.total_length_be) as usize;
+        if total < IPV4 || total > available {
+            return Err(Reason::Malformed);
+        }
+        if self.fragment_be & 0x3fffu16.to_be() != 0 {
+            return Err(Reason::FragmentOrphan);
+        }
+        Ok(())
+    }
+}
 
 impl Ipv4Tcp {
-    /// The whole as bytes.
-    #[inline(always)]
-    pub const fn as_bytes(&self) -> &[u8; IPV4_TCP] {
-        // SAFETY: size and alignment are asserted above; the struct has only byte arrays, hence no padding.
-        unsafe { &*core::ptr::from_ref(self).cast() }
-    }
-
-    /// Headers from bytes.
+    /// Headers from the bytes of a packet.
     pub const fn from_bytes(bytes: [u8; IPV4_TCP]) -> Self {
-        // SAFETY: same size; any bytes are valid in byte arrays.
+        // SAFETY: same size, no padding, and any bytes are valid in integers.
         unsafe { core::mem::transmute(bytes) }
     }
 
-    /// Whether this is an unfragmented TCP segment over IPv4 without options, whose length fields fit into `available` bytes of IP
-    /// packet; else why not. Reads nothing beyond the 40 bytes.
+    /// Headers as bytes.
+    pub const fn to_bytes(self) -> [u8; IPV4_TCP] {
+        // SAFETY: as above.
+        unsafe { core::mem::transmute(self) }
+    }
+
+    /// Whether this is an unfragmented TCP segment over IPv4 without options, whose length fields fit into `available` bytes from
+    /// the IP header to the end of the frame; else why not.
     #[inline(always)]
     pub const fn verify(&self, available: usize) -> Result<(), Reason> {
-        if let Err(reason) = verify_ipv4(&self.ip, available) {
+        if let Err(reason) = self.ip.verify(available) {
             return Err(reason);
         }
-        if self.ip.proto != TCP {
+        if self.ip.protocol != TCP {
             return Err(Reason::UnservedProtocol);
         }
-        let total = u16::from_be_bytes(self.ip.tot_len) as usize;
         let header = self.tcp_header_length();
-        if header < 20 || 20 + header > total {
+        if header < 20 || IPV4 as u32 + header > self.total_length() {
             return Err(Reason::Malformed);
         }
         Ok(())
@@ -87,44 +156,38 @@ impl Ipv4Tcp {
 
     /// Total length of the IP packet: what counts as bytes (Ethernet padding doesn't).
     #[inline(always)]
-    pub const fn total_length(&self) -> u16 {
-        u16::from_be_bytes(self.ip.tot_len)
+    pub const fn total_length(&self) -> u32 {
+        u16::from_be(self.ip.total_length_be) as u32
     }
 
     /// Length of the TCP header with options.
     #[inline(always)]
-    pub const fn tcp_header_length(&self) -> usize {
-        (self.as_bytes()[20 + 12] >> 4) as usize * 4
-    }
-
-    /// TCP flags.
-    #[inline(always)]
-    pub const fn flags(&self) -> u8 {
-        self.as_bytes()[20 + FLAGS_OFFSET]
+    pub const fn tcp_header_length(&self) -> u32 {
+        (self.tcp.offset >> 4) as u32 * 4
     }
 
     /// Sequence number, host order.
     #[inline(always)]
     pub const fn sequence(&self) -> u32 {
-        u32::from_be_bytes(self.tcp.seq)
+        u32::from_be(self.tcp.sequence_be)
     }
 
     /// Acknowledgement number, host order.
     #[inline(always)]
     pub const fn acknowledgement(&self) -> u32 {
-        u32::from_be_bytes(self.tcp.ack_seq)
+        u32::from_be(self.tcp.acknowledgement_be)
     }
 
     /// Bytes of payload. Right only after [`Self::verify`].
     #[inline(always)]
     pub const fn payload_length(&self) -> u32 {
-        (self.total_length() as u32).wrapping_sub(20).wrapping_sub(self.tcp_header_length() as u32)
+        self.total_length().wrapping_sub(IPV4 as u32).wrapping_sub(self.tcp_header_length())
     }
 
     /// Sequence number after this segment: payload, SYN and FIN count (RFC 9293 §3.4).
     #[inline(always)]
     pub const fn sequence_end(&self) -> u32 {
-        let flags = self.flags();
+        let flags = self.tcp.flags;
         self.sequence()
             .wrapping_add(self.payload_length())
             .wrapping_add((flags & SYN != 0) as u32)
@@ -135,10 +198,10 @@ impl Ipv4Tcp {
     #[inline(always)]
     pub const fn tuple(&self) -> Tuple4 {
         Tuple4 {
-            source: self.ip.src_addr,
-            destination: self.ip.dst_addr,
-            source_port_be: u16::from_ne_bytes(self.tcp.source),
-            destination_port_be: u16::from_ne_bytes(self.tcp.dest),
+            source_be: self.ip.source_be,
+            destination_be: self.ip.destination_be,
+            source_port_be: self.tcp.source_port_be,
+            destination_port_be: self.tcp.destination_port_be,
         }
     }
 
@@ -152,82 +215,77 @@ impl Ipv4Tcp {
     #[inline(always)]
     pub const fn rewrite(&mut self, from: &Tuple4, to: &Tuple4) {
         let addresses = Delta::NONE.addresses(from, to);
-        let before = u16::from_ne_bytes([self.ip.ttl, self.ip.proto]);
-        self.ip.ttl = self.ip.ttl.wrapping_sub(1);
-        let after = u16::from_ne_bytes([self.ip.ttl, self.ip.proto]);
-        self.ip.check = addresses.word(before, after).apply(u16::from_ne_bytes(self.ip.check)).to_ne_bytes();
-        self.ip.src_addr = to.source;
-        self.ip.dst_addr = to.destination;
-        self.tcp.source = to.source_port_be.to_ne_bytes();
-        self.tcp.dest = to.destination_port_be.to_ne_bytes();
-        self.tcp.check = addresses.ports(from, to).apply(u16::from_ne_bytes(self.tcp.check)).to_ne_bytes();
+        let before = u16::from_ne_bytes([self.ip.ttl, self.ip.protocol]);
+        let ttl = self.ip.ttl.wrapping_sub(1);
+        let after = u16::from_ne_bytes([ttl, self.ip.protocol]);
+        self.ip.ttl = ttl;
+        self.ip.checksum = addresses.word(before, after).apply(self.ip.checksum);
+        self.ip.source_be = to.source_be;
+        self.ip.destination_be = to.destination_be;
+        self.tcp.source_port_be = to.source_port_be;
+        self.tcp.destination_port_be = to.destination_port_be;
+        self.tcp.checksum = addresses.ports(from, to).apply(self.tcp.checksum);
     }
 
-    /// The RST that refuses this segment (RFC 9293 §3.10.7.1), from its destination; `None` for a RST.
+    /// The RST that refuses this segment, as if from its destination (RFC 9293 §3.10.7.1); `None` for a RST.
     #[inline(always)]
-    pub fn refusal(&self) -> Option<Self> {
-        let flags = self.flags();
+    pub const fn refusal(&self) -> Option<Self> {
+        let flags = self.tcp.flags;
         if flags & RST != 0 {
             return None;
         }
-        let (sequence, acknowledgement, answer) = if flags & ACK != 0 {
-            (self.tcp.ack_seq, [0; 4], RST)
+        let (sequence_be, acknowledgement_be, answer) = if flags & ACK != 0 {
+            (self.tcp.acknowledgement_be, 0, RST)
         } else {
-            ([0; 4], self.sequence_end().to_be_bytes(), RST | ACK)
+            (0, self.sequence_end().to_be(), RST | ACK)
         };
-        let mut bytes = [0u8; IPV4_TCP];
-        bytes[0] = 0x45;
-        bytes[2..4].copy_from_slice(&(IPV4_TCP as u16).to_be_bytes());
-        bytes[6] = 0x40;
-        bytes[8] = 64;
-        bytes[9] = TCP;
-        bytes[12..16].copy_from_slice(&self.ip.dst_addr);
-        bytes[16..20].copy_from_slice(&self.ip.src_addr);
-        bytes[20..22].copy_from_slice(&self.tcp.dest);
-        bytes[22..24].copy_from_slice(&self.tcp.source);
-        bytes[24..28].copy_from_slice(&sequence);
-        bytes[28..32].copy_from_slice(&acknowledgement);
-        bytes[32] = 5 << 4;
-        bytes[33] = answer;
-        let [ip, tcp] = [checksum(&bytes[..20]), tcp_checksum(&bytes)];
-        bytes[10..12].copy_from_slice(&ip.to_ne_bytes());
-        bytes[36..38].copy_from_slice(&tcp.to_ne_bytes());
-        Some(Self::from_bytes(bytes))
+        let mut reset = Self {
+            ip: Ipv4 {
+                version_length: 0x45,
+                services: 0,
+                total_length_be: (IPV4_TCP as u16).to_be(),
+                identification_be: 0,
+                fragment_be: 0x4000u16.to_be(),
+                ttl: 64,
+                protocol: TCP,
+                checksum: 0,
+                source_be: self.ip.destination_be,
+                destination_be: self.ip.source_be,
+            },
+            tcp: Tcp {
+                source_port_be: self.tcp.destination_port_be,
+                destination_port_be: self.tcp.source_port_be,
+                sequence_be,
+                acknowledgement_be,
+                offset: 5 << 4,
+                flags: answer,
+                window_be: 0,
+                checksum: 0,
+                urgent_be: 0,
+            },
+        };
+        let addresses = reset.ip.source_be as u64 + reset.ip.destination_be as u64;
+        let ip_rest = u16::from_ne_bytes([0x45, 0]) as u64
+            + reset.ip.total_length_be as u64
+            + reset.ip.fragment_be as u64
+            + u16::from_ne_bytes([64, TCP]) as u64;
+        let pseudo_rest = u16::from_ne_bytes([0, TCP]) as u64 + 20u16.to_be() as u64;
+        let tcp = reset.tcp.source_port_be as u64
+            + reset.tcp.destination_port_be as u64
+            + sequence_be as u64
+            + acknowledgement_be as u64
+            + u16::from_ne_bytes([5 << 4, answer]) as u64;
+        reset.ip.checksum = !fold(addresses + ip_rest);
+        reset.tcp.checksum = !fold(addresses + pseudo_rest + tcp);
+        Some(reset)
     }
-}
-
-/// TCP checksum of a segment without payload and options whose checksum field is zero.
-#[inline(always)]
-fn tcp_checksum(bytes: &[u8; IPV4_TCP]) -> u16 {
-    let pseudo = u64::from(u16::from_ne_bytes([0, TCP])) + u64::from(20u16.to_be());
-    !fold(sum(&bytes[12..]) + pseudo)
-}
-
-/// Whether an IPv4 header is well-formed, whole, without options and not a fragment; else why not.
-#[inline(always)]
-pub const fn verify_ipv4(ip: &Ipv4Hdr, available: usize) -> Result<(), Reason> {
-    if ip.vihl != 0x45 {
-        // Options are IHL 6 to 15; below 5 and another version are lies.
-        let options = ip.vihl >> 4 == 4 && ip.vihl & 15 > 5;
-        return Err(if options { Reason::IpOptions } else { Reason::Malformed });
-    }
-    let total = u16::from_be_bytes(ip.tot_len) as usize;
-    if total < 20 || total > available {
-        return Err(Reason::Malformed);
-    }
-    if u16::from_be_bytes(ip.frags) & 0x3fff != 0 {
-        return Err(Reason::FragmentOrphan);
-    }
-    if ip.proto == TCP && total < IPV4_TCP {
-        return Err(Reason::Malformed);
-    }
-    Ok(())
 }
 
 /// Whether an address can be a client's: not "this network" (RFC 1122), loopback, multicast, reserved or broadcast (RFC 6890).
 #[inline(always)]
-pub const fn plausible_source4(address: [u8; 4]) -> bool {
-    address[0] != 0 && address[0] != 127 && address[0] < 224
+pub const fn plausible_source4(address_be: u32) -> bool {
+    let first = address_be.to_ne_bytes()[0];
+    first != 0 && first != 127 && first < 224
 }
 
 /// Whether a MAC is a group address.
@@ -236,10 +294,10 @@ pub const fn is_group(mac: &Mac) -> bool {
     mac[0] & 1 != 0
 }
 
-/// The ARP reply to a request, as the 28 bytes after the Ethernet header: `mac` has the address that was asked for.
+/// The ARP reply to a request: `mac` has the address that was asked for.
 #[inline(always)]
-pub const fn arp_reply(request: &network_types::arp::ArpHdr, mac: Mac) -> network_types::arp::ArpHdr {
-    network_types::arp::ArpHdr {
+pub const fn arp_reply(request: &ArpHdr, mac: Mac) -> ArpHdr {
+    ArpHdr {
         htype: request.htype,
         ptype: request.ptype,
         hlen: request.hlen,
@@ -254,6 +312,6 @@ pub const fn arp_reply(request: &network_types::arp::ArpHdr, mac: Mac) -> networ
 
 /// Whether this is an ARP request for an IPv4 address over Ethernet (RFC 826).
 #[inline(always)]
-pub const fn is_arp_request(arp: &network_types::arp::ArpHdr) -> bool {
-    matches!(arp, network_types::arp::ArpHdr { htype: [0, 1], ptype: [8, 0], hlen: 6, plen: 4, oper: [0, 1], .. })
+pub const fn is_arp_request(arp: &ArpHdr) -> bool {
+    matches!(arp, ArpHdr { htype: [0, 1], ptype: [8, 0], hlen: 6, plen: 4, oper: [0, 1], .. })
 }
