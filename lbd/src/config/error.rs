@@ -85,12 +85,19 @@ impl Mistake {
 /// Where a [`super::Config`] came from: the file, and where in it each value stands.
 ///
 /// Two configurations that say the same are equal whatever file they came from, so all origins are equal.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Default)]
 pub struct Origin {
     /// The file, as it was named; empty when there is none.
     pub file: String,
     /// Positions by key path, e.g. `tenants[0].segment.interface`.
     pub(super) positions: BTreeMap<String, Position>,
+}
+
+impl fmt::Debug for Origin {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // The positions would bury the configuration that this is part of.
+        formatter.debug_struct("Origin").field("file", &self.file).finish_non_exhaustive()
+    }
 }
 
 impl PartialEq for Origin {

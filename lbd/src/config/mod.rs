@@ -2,14 +2,22 @@
 
 mod document;
 mod error;
+mod fields;
+mod read;
+mod unsupported;
+mod validate;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::fs::File;
+use std::io::Read as _;
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use ipnet::IpNet;
 
+use self::error::Mistake;
 pub use self::error::{ConfigError, Origin, Position};
 
 /// A validated configuration. Everything that the file alone can prove wrong has been refused.
@@ -33,15 +41,49 @@ pub struct Config {
     pub origin: Origin,
 }
 
+/// The largest file that is read: far more than a host can serve, far less than memory.
+const MAX_BYTES: u64 = 8 * 1024 * 1024;
+
 /// Reads and validates a file.
-pub fn load(_path: &Path) -> Result<Config, ConfigError> {
-    todo!()
+///
+/// Fails on the first thing in it that is wrong, or when it cannot be read, is not UTF-8 or is larger than 8 MiB.
+pub fn load(path: &Path) -> Result<Config, ConfigError> {
+    let file = path.display().to_string();
+    let unreadable = |message: String| ConfigError { file: file.clone(), position: None, message, line: None };
+    let mut bytes = Vec::new();
+    File::open(path).and_then(|opened| opened.take(MAX_BYTES + 1).read_to_end(&mut bytes)).map_err(|error| {
+        unreadable(format!("the configuration cannot be read: {error}: correct the path or its permissions"))
+    })?;
+    if bytes.len() as u64 > MAX_BYTES {
+        return Err(unreadable(format!(
+            "the configuration is larger than {} MiB: is this the right file?",
+            MAX_BYTES / (1024 * 1024)
+        )));
+    }
+    parse_bytes(&bytes, &file)
 }
 
 /// Reads and validates a configuration; `file` is only named in errors.
 pub fn parse(text: &str, file: &str) -> Result<Config, ConfigError> {
-    document::parse(text).map_err(|mistake| mistake.in_file(file, text))?;
-    todo!()
+    let text = text.strip_prefix('\u{feff}').unwrap_or(text);
+    let mut config = document::parse(text)
+        .and_then(|root| read::config(&root, file))
+        .map_err(|mistake| mistake.in_file(file, text))?;
+    validate::validate(&mut config).map_err(|mistake| mistake.in_file(file, text))?;
+    Ok(config)
+}
+
+fn parse_bytes(bytes: &[u8], file: &str) -> Result<Config, ConfigError> {
+    match str::from_utf8(bytes) {
+        Ok(text) => parse(text, file),
+        Err(error) => {
+            let good = String::from_utf8_lossy(&bytes[..error.valid_up_to()]);
+            let line = good.matches('\n').count() + 1;
+            let column = good.rsplit('\n').next().unwrap_or_default().chars().count() + 1;
+            let message = "this is not UTF-8 text: save the file as UTF-8";
+            Err(Mistake::new(Position { line, column }, message).in_file(file, &good))
+        }
+    }
 }
 
 impl Config {
@@ -86,6 +128,15 @@ pub struct SegmentName {
     pub interface: String,
     /// VLAN id; `None` is untagged.
     pub vlan: Option<u16>,
+}
+
+impl fmt::Display for SegmentName {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.vlan {
+            Some(vlan) => write!(formatter, "{}.{vlan}", self.interface),
+            None => formatter.write_str(&self.interface),
+        }
+    }
 }
 
 /// A management cluster and its segment.
@@ -148,6 +199,16 @@ pub struct AddressRange {
     pub first: IpAddr,
     /// Last.
     pub last: IpAddr,
+}
+
+impl fmt::Display for AddressRange {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.first == self.last {
+            write!(formatter, "{}", self.first)
+        } else {
+            write!(formatter, "{}-{}", self.first, self.last)
+        }
+    }
 }
 
 impl AddressRange {
@@ -487,3 +548,6 @@ pub enum MssClamp {
     /// To this value.
     Value(u16),
 }
+
+#[cfg(test)]
+mod tests;
