@@ -3,12 +3,12 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 use std::fmt;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, SocketAddr};
 use std::str::FromStr;
 use std::time::Duration;
 
 use ipnet::IpNet;
-use lbd_common::abi::{FLOW_DEAD, FLOW_FIN, FLOW_PEER_FIN, FLOW_RESET, Flow4, Frontend, HalfOpen4, Settings, Tuple4};
+use lbd_common::abi::{FLOW_DEAD, FLOW_FIN, FLOW_PEER_FIN, FLOW_RESET, Flow4, Frontend, HalfOpen4, Settings};
 use serde::Serialize;
 
 use crate::dataplane::FlowPair;
@@ -116,10 +116,6 @@ pub struct Flow {
     pub out_bytes: u64,
 }
 
-fn socket(address: [u8; 4], port_be: u16) -> SocketAddr {
-    SocketAddr::new(Ipv4Addr::from(address).into(), u16::from_be(port_be))
-}
-
 /// Address of an IPv6 or IPv4-mapped field of the maps.
 pub fn unmap(address: &[u8; 16]) -> IpAddr {
     std::net::Ipv6Addr::from(*address).to_canonical()
@@ -163,15 +159,14 @@ impl Flow {
         if idle > state.timeout(settings) {
             return None;
         }
-        let Tuple4 { source, destination, source_port_be, destination_port_be } = pair.key.tuple;
         Some(Self {
             protocol: pair.key.protocol,
             segment: pair.key.segment,
-            client: socket(source, source_port_be),
-            vip: socket(destination, destination_port_be),
-            backend: socket(forward.to.destination, forward.to.destination_port_be),
+            client: pair.key.tuple.source().into(),
+            vip: pair.key.tuple.destination().into(),
+            backend: forward.to.destination().into(),
             backend_segment: pair.backend_segment,
-            snat: socket(forward.to.source, forward.to.source_port_be),
+            snat: forward.to.source().into(),
             frontend: forward.frontend,
             backend_id: forward.backend(),
             state,
@@ -193,11 +188,11 @@ impl Flow {
         Some(Self {
             protocol: 6,
             segment: record.client_segment,
-            client: socket(record.client.source, record.client.source_port_be),
-            vip: socket(record.client.destination, record.client.destination_port_be),
-            backend: socket(record.to.destination, record.to.destination_port_be),
+            client: record.client.source().into(),
+            vip: record.client.destination().into(),
+            backend: record.to.destination().into(),
             backend_segment: record.backend_segment,
-            snat: socket(record.to.source, record.to.source_port_be),
+            snat: record.to.source().into(),
             frontend: record.frontend,
             backend_id: record.backend,
             state: State::HalfOpen,
@@ -540,7 +535,7 @@ impl<'a> Namer<'a> {
 
 #[cfg(test)]
 mod tests {
-    use lbd_common::abi::{FLOW_REPLIED, FLOW_REVERSE, FlowKey4};
+    use lbd_common::abi::{FLOW_REPLIED, FLOW_REVERSE, FlowKey4, Tuple4};
 
     use super::*;
     use crate::api::types::{FrontendLabel, Names, SegmentLabel};
@@ -560,8 +555,8 @@ mod tests {
 
     fn tuple(source: [u8; 4], source_port: u16, destination: [u8; 4], destination_port: u16) -> Tuple4 {
         Tuple4 {
-            source,
-            destination,
+            source_be: u32::from_ne_bytes(source),
+            destination_be: u32::from_ne_bytes(destination),
             source_port_be: source_port.to_be(),
             destination_port_be: destination_port.to_be(),
         }
