@@ -1,2 +1,7 @@
-//! x
-fn main() {}
+//! `lbd`, which also answers to the name `lbctl`.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    lbd::cli::main()
+}

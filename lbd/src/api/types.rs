@@ -327,3 +327,10 @@ pub mod reload_outcome {
     /// The host or the datapath refused.
     pub const FAILED: &str = "failed";
 }
+
+/// Body of an answer that is not a success.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ApiError {
+    /// Why.
+    pub error: String,
+}

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::Output;
 use super::table::{Column, Table, age, bytes};
-use crate::api::types::{Backend, Event, ReloadReply, Service, Status};
+use crate::api::types::{ApplyStatus, Backend, Event, ReloadReply, Service, Status};
 use crate::flows::{Flow, Namer};
 
 /// `lbctl status`.
@@ -111,7 +111,11 @@ pub(crate) fn status(out: &mut dyn Write, view: &StatusView, output: Output) -> 
             &[Column::text("SOURCE"), Column::text("STATE"), Column::number("AGE"), Column::text("ERROR")];
         let mut table = Table::new(COLUMNS);
         for source in &status.sources {
-            table.cell(&source.name).cell(&source.state).optional(source.age_s.map(age)).optional(source.error.as_ref());
+            table
+                .cell(&source.name)
+                .cell(&source.state)
+                .optional(source.age_s.map(age))
+                .optional(source.error.as_ref());
         }
         writeln!(out)?;
         table.print(out, output == Output::Wide)?;
@@ -288,12 +292,7 @@ pub(crate) fn drops(out: &mut dyn Write, drops: &[Drop], output: Output) -> io::
     let mut table = Table::new(COLUMNS);
     let shown = |drop: &&Drop| output == Output::Wide || matches!(drop.verdict, "drop" | "reject");
     for drop in drops.iter().filter(shown) {
-        table
-            .cell(drop.reason)
-            .optional(drop.tenant.as_ref())
-            .cell(drop.packets)
-            .cell(drop.verdict)
-            .cell(drop.meaning);
+        table.cell(drop.reason).optional(drop.tenant.as_ref()).cell(drop.packets).cell(drop.verdict).cell(drop.meaning);
     }
     table.print(out, output == Output::Wide)
 }

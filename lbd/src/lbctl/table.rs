@@ -67,8 +67,7 @@ impl Table {
 
     /// Writes heading and rows.
     pub(crate) fn print(&self, out: &mut dyn Write, wide: bool) -> io::Result<()> {
-        let shown: Vec<usize> =
-            (0..self.columns.len()).filter(|&column| wide || !self.columns[column].wide).collect();
+        let shown: Vec<usize> = (0..self.columns.len()).filter(|&column| wide || !self.columns[column].wide).collect();
         let mut line = String::new();
         for (place, &column) in shown.iter().enumerate() {
             self.pad(&mut line, column, self.columns[column].title, place + 1 == shown.len());
@@ -151,7 +150,8 @@ pub(crate) fn age(seconds: u64) -> String {
 mod tests {
     use super::*;
 
-    const COLUMNS: &[Column] = &[Column::text("NAME"), Column::number("COUNT"), Column::text("NOTE").wide(), Column::text("END")];
+    const COLUMNS: &[Column] =
+        &[Column::text("NAME"), Column::number("COUNT"), Column::text("NOTE").wide(), Column::text("END")];
 
     fn printed(wide: bool) -> String {
         let mut table = Table::new(COLUMNS);

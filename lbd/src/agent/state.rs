@@ -1,0 +1,188 @@
+//! What survives a restart: small JSON files in the state directory.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use nix::fcntl::{Flock, FlockArg};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use thiserror::Error;
+
+/// Ids of the plan.
+pub const IDS: &str = "ids.json";
+/// Addresses given out.
+pub const ADDRESSES: &str = "addresses.json";
+/// The last list of Services and nodes.
+pub const INVENTORY: &str = "inventory.json";
+/// Health of backends.
+pub const HEALTH: &str = "health.json";
+/// Names of ids, for `lbctl` while the agent is down.
+pub const NAMES: &str = "names.json";
+const LOCK: &str = "lock";
+
+/// Why the state directory can't be used.
+#[derive(Debug, Error)]
+pub enum StateError {
+    /// Another agent has it.
+    #[error(
+        "another lbd agent{} uses the state directory {}: stop it first, or give this one its own state_dir",
+        pid.as_ref().map(|pid| format!(" (process {pid})")).unwrap_or_default(), path.display()
+    )]
+    Locked {
+        /// The directory.
+        path: PathBuf,
+        /// Its process id, if it wrote one.
+        pid: Option<String>,
+    },
+    /// A system call failed.
+    #[error("state directory: {what} {}: {source}", path.display())]
+    Io {
+        /// What was tried.
+        what: &'static str,
+        /// On which file.
+        path: PathBuf,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+}
+
+fn failed(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> StateError {
+    let path = path.to_owned();
+    move |source| StateError::Io { what, path, source }
+}
+
+/// The state directory, held by this process alone.
+#[derive(Debug)]
+pub struct StateDirectory {
+    path: PathBuf,
+    _lock: Flock<File>,
+}
+
+impl StateDirectory {
+    /// Makes the directory if need be, and takes its lock. The lock ends with the process, however it ends.
+    pub fn open(path: &Path) -> Result<Self, StateError> {
+        fs::DirBuilder::new().recursive(true).mode(0o750).create(path).map_err(failed("cannot make", path))?;
+        let lock = path.join(LOCK);
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .open(&lock)
+            .map_err(failed("cannot open", &lock))?;
+        let mut held = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+            Ok(held) => held,
+            Err((_, nix::errno::Errno::EWOULDBLOCK)) => {
+                let pid =
+                    fs::read_to_string(&lock).ok().map(|text| text.trim().to_owned()).filter(|text| !text.is_empty());
+                return Err(StateError::Locked { path: path.to_owned(), pid });
+            }
+            Err((_, error)) => return Err(failed("cannot lock", &lock)(error.into())),
+        };
+        held.set_len(0)
+            .and_then(|()| writeln!(held, "{}", std::process::id()))
+            .map_err(failed("cannot write", &lock))?;
+        Ok(Self { path: path.to_owned(), _lock: held })
+    }
+
+    /// Reads a file. `None` if there is none; a damaged one is moved aside and named in the log.
+    pub fn load<T: DeserializeOwned>(&self, name: &str) -> Option<T> {
+        let path = self.path.join(name);
+        let bytes = match fs::read(&path) {
+            Ok(bytes) => bytes,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return None,
+            Err(error) => {
+                tracing::warn!(file = %path.display(), %error, "cannot read saved state, starting without it");
+                return None;
+            }
+        };
+        match serde_json::from_slice(&bytes) {
+            Ok(value) => Some(value),
+            Err(error) => {
+                let aside = path.with_extension("damaged");
+                let moved = fs::rename(&path, &aside);
+                tracing::warn!(
+                    file = %path.display(), %error, moved = moved.is_ok(),
+                    "saved state is damaged, starting without it; it was moved to .damaged"
+                );
+                None
+            }
+        }
+    }
+
+    /// Replaces a file: after a crash there is the old content or the new one.
+    pub fn save(&self, name: &str, value: &impl Serialize) -> Result<(), StateError> {
+        let path = self.path.join(name);
+        let bytes = serde_json::to_vec(value).map_err(|error| failed("cannot encode", &path)(error.into()))?;
+        write_atomically(&self.path, name, &bytes, 0o600)
+    }
+
+    /// Like [`Self::save`], readable by the group of the directory.
+    pub fn save_for_group(&self, name: &str, value: &impl Serialize) -> Result<(), StateError> {
+        let path = self.path.join(name);
+        let bytes = serde_json::to_vec(value).map_err(|error| failed("cannot encode", &path)(error.into()))?;
+        write_atomically(&self.path, name, &bytes, 0o640)
+    }
+}
+
+fn write_atomically(directory: &Path, name: &str, bytes: &[u8], mode: u32) -> Result<(), StateError> {
+    let path = directory.join(name);
+    let temporary = directory.join(format!(".{name}.new"));
+    let written = (|| {
+        // A left-over of a crash may have other rights.
+        match fs::remove_file(&temporary) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            Ok(()) | Err(_) => {}
+        }
+        let mut file = OpenOptions::new().write(true).create_new(true).mode(mode).open(&temporary)?;
+        file.write_all(bytes)?;
+        file.sync_all()?;
+        fs::rename(&temporary, &path)?;
+        File::open(directory)?.sync_all()
+    })();
+    written.map_err(failed("cannot write", &path))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    #[test]
+    fn files_are_replaced_whole_and_private() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join("state");
+        let state = StateDirectory::open(&path).unwrap();
+        assert_eq!(state.load::<Vec<u32>>(IDS), None);
+        state.save(IDS, &[1, 2, 3]).unwrap();
+        fs::write(path.join(".ids.json.new"), "left over").unwrap();
+        state.save(IDS, &[4]).unwrap();
+        assert_eq!(state.load::<Vec<u32>>(IDS), Some(vec![4]));
+        assert_eq!(fs::metadata(path.join(IDS)).unwrap().permissions().mode() & 0o777, 0o600);
+        assert!(!path.join(".ids.json.new").exists());
+    }
+
+    #[test]
+    fn damaged_state_is_put_aside() {
+        let parent = tempfile::tempdir().unwrap();
+        let state = StateDirectory::open(parent.path()).unwrap();
+        fs::write(parent.path().join(IDS), "[1, 2").unwrap();
+        assert_eq!(state.load::<Vec<u32>>(IDS), None);
+        assert_eq!(fs::read_to_string(parent.path().join("ids.damaged")).unwrap(), "[1, 2");
+        assert_eq!(state.load::<Vec<u32>>(IDS), None);
+    }
+
+    #[test]
+    fn b59_a_second_agent_is_refused() {
+        let parent = tempfile::tempdir().unwrap();
+        let first = StateDirectory::open(parent.path()).unwrap();
+        let error = StateDirectory::open(parent.path()).unwrap_err().to_string();
+        assert!(error.contains(&format!("process {}", std::process::id())), "{error}");
+        drop(first);
+        StateDirectory::open(parent.path()).unwrap();
+    }
+}

@@ -1,0 +1,34 @@
+//! `lbd detach`.
+
+use std::fmt::Write;
+use std::path::Path;
+
+use super::{FAILED, USAGE, complain, say};
+use crate::lbctl::Place;
+
+/// Removes everything of lbd's from the kernel.
+pub(super) fn run(config: Option<&Path>, bpffs: Option<&Path>) -> u8 {
+    let place = match config {
+        Some(path) => match crate::config::load(path) {
+            Ok(config) => config.datapath.bpffs,
+            Err(error) => return complain(&error.report(), USAGE),
+        },
+        None => bpffs.map_or_else(|| Place::default().bpffs, Path::to_path_buf),
+    };
+    match crate::dataplane::detach(&place) {
+        Ok(detached) if detached.is_empty() => say("nothing to detach\n"),
+        Ok(detached) => {
+            let mut text = String::new();
+            // Writing to a string does not fail.
+            for interface in &detached.interfaces {
+                let _ = writeln!(text, "detached from {interface}");
+            }
+            let _ = writeln!(text, "removed {} pinned maps", detached.maps);
+            if detached.neighbours > 0 {
+                let _ = writeln!(text, "released {} neighbour entries", detached.neighbours);
+            }
+            say(&text)
+        }
+        Err(error) => complain(&error.to_string(), FAILED),
+    }
+}

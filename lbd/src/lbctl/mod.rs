@@ -1,0 +1,490 @@
+//! The operator's tool. Reads the pinned maps itself, so that it works while the agent is down; health and names come from the
+//! agent, names else from the file that the agent leaves behind.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use lbd_common::abi::{self, Settings};
+use lbd_common::reason::{Reason, Verdict};
+use thiserror::Error;
+
+use self::client::{Client, ClientError};
+use self::render::{Drop, StatusView};
+use crate::api::types::{
+    Backend, Event, InterfaceStatus, Names, ReloadReply, ReloadRequest, Service, Status, TableFill, paths,
+    reload_outcome, service_state,
+};
+use crate::dataplane::{DataplaneError, Pins};
+use crate::flows::{self, By, Clock, Directory, Filter, Flow, Matcher, Namer, protocol_name, unmap};
+
+mod client;
+mod render;
+mod table;
+
+/// Form of the output.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Output {
+    /// For reading.
+    #[default]
+    Table,
+    /// For reading, with every column.
+    Wide,
+    /// For programs.
+    Json,
+}
+
+/// Where agent and datapath are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// The agent's socket.
+    pub socket: PathBuf,
+    /// BPF file system.
+    pub bpffs: PathBuf,
+    /// The agent's state directory.
+    pub state_dir: PathBuf,
+}
+
+impl Default for Place {
+    fn default() -> Self {
+        Self { socket: "/run/lbd/lbd.sock".into(), bpffs: "/sys/fs/bpf".into(), state_dir: "/var/lib/lbd".into() }
+    }
+}
+
+/// What to do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Command {
+    /// How everything is.
+    Status {
+        /// The exit code tells.
+        check: bool,
+    },
+    /// Frontends.
+    Services,
+    /// Backends.
+    Backends,
+    /// Flows.
+    Flows {
+        /// Which.
+        filter: Filter,
+        /// Only so many, in this order.
+        top: Option<(usize, By)>,
+    },
+    /// Counters of packets not forwarded.
+    Drops,
+    /// What happened.
+    Events,
+    /// Reload the configuration file.
+    Reload(ReloadRequest),
+}
+
+/// Why a command failed.
+#[derive(Debug, Error)]
+pub enum LbctlError {
+    /// Agent or datapath is not there.
+    #[error("{0}")]
+    Absent(String),
+    /// The configuration file is wrong.
+    #[error("{0}")]
+    Invalid(String),
+    /// Everything else.
+    #[error("{0}")]
+    Failed(String),
+    /// Health is not what it should be; already printed.
+    #[error("degraded")]
+    Degraded,
+    /// Agent or datapath is not there; already printed.
+    #[error("absent")]
+    Gone,
+    /// Nobody reads any more.
+    #[error("broken pipe")]
+    BrokenPipe,
+}
+
+impl From<ClientError> for LbctlError {
+    fn from(error: ClientError) -> Self {
+        match error {
+            ClientError::Absent(_) => Self::Absent(error.to_string()),
+            ClientError::Denied(_) | ClientError::Broken { .. } | ClientError::Refused(_) => {
+                Self::Failed(error.to_string())
+            }
+        }
+    }
+}
+
+impl From<DataplaneError> for LbctlError {
+    fn from(error: DataplaneError) -> Self {
+        match error {
+            DataplaneError::NotThere { .. } | DataplaneError::NoBpffs { .. } => Self::Absent(error.to_string()),
+            other => Self::Failed(other.to_string()),
+        }
+    }
+}
+
+impl From<io::Error> for LbctlError {
+    fn from(error: io::Error) -> Self {
+        if error.kind() == io::ErrorKind::BrokenPipe {
+            Self::BrokenPipe
+        } else {
+            Self::Failed(format!("cannot write the output: {error}"))
+        }
+    }
+}
+
+/// Runs a command; prints to standard output.
+pub fn run(place: &Place, command: &Command, output: Output) -> Result<(), LbctlError> {
+    let mut out = BufWriter::with_capacity(1 << 16, io::stdout().lock());
+    let result = run_to(&mut out, place, command, output);
+    out.flush()?;
+    result
+}
+
+fn run_to(out: &mut dyn Write, place: &Place, command: &Command, output: Output) -> Result<(), LbctlError> {
+    let agent = Client::new(&place.socket);
+    match command {
+        Command::Status { check } => {
+            let view = status(place, &agent);
+            render::status(out, &view, output)?;
+            match (check, view.health) {
+                (true, ABSENT) => Err(LbctlError::Gone),
+                (true, DEGRADED) => Err(LbctlError::Degraded),
+                _ => Ok(()),
+            }
+        }
+        Command::Services => {
+            let (services, _) = services(place, &agent)?;
+            Ok(render::services(out, &services, output)?)
+        }
+        Command::Backends => {
+            let (_, backends) = services(place, &agent)?;
+            Ok(render::backends(out, &backends, output)?)
+        }
+        Command::Flows { filter, top } => {
+            let pins = Pins::open(&place.bpffs)?;
+            let directory = Directory::new(&names(place, &agent), &pins.frontends()?);
+            let (clock, settings) = clock(&pins)?;
+            let matcher = Matcher::new(filter, &directory, clock);
+            let wanted = |flow: &Flow| matcher.matches(flow);
+            let all = live_flows(&pins, clock, &settings)?;
+            let shown = match *top {
+                Some((count, by)) => flows::top(all.filter(wanted), count, by),
+                None => flows::sorted(all.filter(wanted)),
+            };
+            Ok(render::flows(out, &shown, &Namer::new(&directory, clock, &shown), output)?)
+        }
+        Command::Drops => {
+            let pins = Pins::open(&place.bpffs)?;
+            Ok(render::drops(out, &drops(&pins.reasons()?, &names(place, &agent)), output)?)
+        }
+        Command::Events => {
+            let events: Vec<Event> = agent.get(paths::EVENTS)?;
+            Ok(render::events(out, &events, output)?)
+        }
+        Command::Reload(request) => {
+            let reply: ReloadReply = agent.post(paths::RELOAD, request)?;
+            render::reload(out, &reply, output)?;
+            let why = || reply.error.clone().unwrap_or_else(|| reply.outcome.clone());
+            match reply.outcome.as_str() {
+                reload_outcome::APPLIED | reload_outcome::UNCHANGED | reload_outcome::WOULD_APPLY => Ok(()),
+                reload_outcome::INVALID => Err(LbctlError::Invalid(why())),
+                _ => Err(LbctlError::Failed(why())),
+            }
+        }
+    }
+}
+
+const OK: &str = "ok";
+const DEGRADED: &str = "degraded";
+const ABSENT: &str = "absent";
+
+fn clock(pins: &Pins) -> Result<(Clock, Settings), DataplaneError> {
+    let settings = pins.settings()?;
+    Ok((Clock { now: pins.now()?, ticks_per_second_256: settings.ticks_per_second_256 }, settings))
+}
+
+fn live_flows(
+    pins: &Pins,
+    clock: Clock,
+    settings: &Settings,
+) -> Result<impl Iterator<Item = Flow> + use<>, DataplaneError> {
+    let settings = *settings;
+    let half_open = pins.half_open()?;
+    // Read last: a connection promoted in between is then listed once or twice, never missed.
+    let pairs = pins.flows()?;
+    let promoted: BTreeSet<_> = if half_open.is_empty() {
+        BTreeSet::new()
+    } else {
+        let keys: BTreeSet<_> = half_open.iter().map(half_open_key).collect();
+        pairs.iter().map(pair_key).filter(|key| keys.contains(key)).collect()
+    };
+    let half_open = half_open.into_iter().filter(move |record| !promoted.contains(&half_open_key(record)));
+    Ok(pairs
+        .into_iter()
+        .filter_map(move |pair| Flow::from_pair(&pair, clock, &settings))
+        .chain(half_open.filter_map(move |record| Flow::from_half_open(&record, clock, &settings))))
+}
+
+type ClientKey = ([u8; 4], [u8; 4], u16, u16, u16);
+
+fn key_of(tuple: &abi::Tuple4, segment: u16) -> ClientKey {
+    (tuple.source, tuple.destination, tuple.source_port_be, tuple.destination_port_be, segment)
+}
+
+fn half_open_key(record: &abi::HalfOpen4) -> ClientKey {
+    key_of(&record.client, record.client_segment)
+}
+
+fn pair_key(pair: &crate::dataplane::FlowPair) -> ClientKey {
+    key_of(&pair.key.tuple, pair.key.segment)
+}
+
+/// Names from the agent, else from the file that it left, else none: then ids are shown.
+fn names(place: &Place, agent: &Client) -> Names {
+    agent.get(paths::NAMES).ok().or_else(|| names_on_disk(&place.state_dir)).unwrap_or_default()
+}
+
+fn names_on_disk(state_dir: &Path) -> Option<Names> {
+    let bytes = std::fs::read(state_dir.join(crate::agent::state::NAMES)).ok()?;
+    serde_json::from_slice(&bytes).ok()
+}
+
+fn status(place: &Place, agent: &Client) -> StatusView {
+    let asked = agent.get::<Status>(paths::STATUS);
+    let pins = Pins::open(&place.bpffs);
+    let seen = pins.as_ref().map_err(ToString::to_string).and_then(|pins| {
+        let attached = pins.attached().map_err(|error| error.to_string())?;
+        let fill = pins.fill().map_err(|error| error.to_string())?;
+        Ok((attached, fill, pins.settings().map_err(|error| error.to_string())?))
+    });
+    let mut view = StatusView {
+        agent: match &asked {
+            Ok(_) => "running".to_owned(),
+            Err(error) => error.to_string(),
+        },
+        ..StatusView::default()
+    };
+    let no_agent = asked.is_err();
+    view.status = asked.unwrap_or_default();
+    match seen {
+        Ok((attached, fill, settings)) => {
+            let gone: Vec<_> = attached.iter().filter(|interface| interface.mode.is_none()).collect();
+            view.datapath = if attached.is_empty() {
+                "not attached".to_owned()
+            } else if gone.is_empty() {
+                "forwarding".to_owned()
+            } else {
+                format!("not attached to {}", list(gone.iter().map(|interface| interface.interface.as_str())))
+            };
+            if !gone.is_empty() && no_agent {
+                view.status.problems.push(view.datapath.clone());
+            }
+            if no_agent {
+                view.status.abi = settings.abi;
+                let labels = names_on_disk(&place.state_dir).unwrap_or_default();
+                view.status.interfaces = attached
+                    .iter()
+                    .map(|interface| InterfaceStatus {
+                        name: interface.interface.clone(),
+                        role: role(&labels, &interface.interface),
+                        mode: interface.mode.map_or("detached", |mode| mode.as_str()).to_owned(),
+                        up: link_up(&interface.interface),
+                        mtu: link_mtu(&interface.interface),
+                    })
+                    .collect();
+            }
+            view.status.tables = fill
+                .iter()
+                .filter_map(|fill| {
+                    let used = fill.used?;
+                    Some(TableFill { name: fill.name.to_owned(), used, capacity: u64::from(fill.max) })
+                })
+                .collect();
+            view.health = if attached.is_empty() || no_agent {
+                ABSENT
+            } else if view.status.problems.is_empty() && gone.is_empty() {
+                OK
+            } else {
+                DEGRADED
+            };
+        }
+        Err(why) => {
+            let there = matches!(
+                pins,
+                Err(ref error) if !matches!(error, DataplaneError::NotThere { .. } | DataplaneError::NoBpffs { .. })
+            );
+            view.datapath = why;
+            // A member of the socket's group may not see the pins; then the agent's word counts.
+            view.health = match (no_agent, there || pins.is_ok()) {
+                (false, true) if view.status.problems.is_empty() => OK,
+                (false, true) => DEGRADED,
+                _ => ABSENT,
+            };
+        }
+    }
+    view
+}
+
+/// `tenant`, `hub` or both.
+fn role(names: &Names, interface: &str) -> String {
+    let labels = || names.segments.values().filter(|label| label.interface == interface);
+    match (labels().any(|label| label.tenant_side), labels().any(|label| label.hub_side)) {
+        (true, true) => "tenant+hub",
+        (true, false) => "tenant",
+        (false, true) => "hub",
+        (false, false) => "?",
+    }
+    .to_owned()
+}
+
+fn link_attribute(interface: &str, attribute: &str) -> Option<String> {
+    let path = Path::new("/sys/class/net").join(interface).join(attribute);
+    Some(std::fs::read_to_string(path).ok()?.trim().to_owned())
+}
+
+fn link_up(interface: &str) -> bool {
+    link_attribute(interface, "carrier").is_some_and(|carrier| carrier == "1")
+}
+
+fn link_mtu(interface: &str) -> u32 {
+    link_attribute(interface, "mtu").and_then(|mtu| mtu.parse().ok()).unwrap_or_default()
+}
+
+fn list<'a>(items: impl Iterator<Item = &'a str>) -> String {
+    items.collect::<Vec<_>>().join(", ")
+}
+
+/// Live flows by frontend, and by frontend and backend.
+#[derive(Default)]
+struct FlowCounts {
+    frontend: BTreeMap<u16, u64>,
+    backend: BTreeMap<(u16, u16), u64>,
+}
+
+impl FlowCounts {
+    fn of(flows: impl Iterator<Item = Flow>) -> Self {
+        let mut counts = Self::default();
+        for flow in flows {
+            *counts.frontend.entry(flow.frontend).or_default() += 1;
+            *counts.backend.entry((flow.frontend, flow.backend_id)).or_default() += 1;
+        }
+        counts
+    }
+}
+
+/// Frontends and backends: the agent's view with what the maps count; without an agent, what the maps hold.
+fn services(place: &Place, agent: &Client) -> Result<(Vec<Service>, Vec<Backend>), LbctlError> {
+    let asked = agent
+        .get::<Vec<Service>>(paths::SERVICES)
+        .and_then(|services| Ok((services, agent.get::<Vec<Backend>>(paths::BACKENDS)?)));
+    let pins = Pins::open(&place.bpffs);
+    let (mut services, mut backends) = match (asked, &pins) {
+        (Ok(asked), _) => asked,
+        (Err(_), Ok(pins)) => {
+            let names = names_on_disk(&place.state_dir).unwrap_or_default();
+            let frontends = pins.frontends()?;
+            let tables = frontends.iter().map(|frontend| pins.table(frontend)).collect::<Result<Vec<_>, _>>()?;
+            from_maps(&names, &frontends, &tables, &pins.backends()?)
+        }
+        (Err(ClientError::Absent(_)), Err(error)) => return Err(LbctlError::Absent(error.to_string())),
+        (Err(error), Err(_)) => return Err(error.into()),
+    };
+    if let Ok(pins) = &pins {
+        let counters = pins.frontend_counters()?;
+        let (clock, settings) = clock(pins)?;
+        let counts = FlowCounts::of(live_flows(pins, clock, &settings)?);
+        for service in &mut services {
+            let counter = counters.get(&service.id).copied().unwrap_or(abi::FrontendCounters::ZERO);
+            service.flows = Some(counts.frontend.get(&service.id).copied().unwrap_or_default());
+            service.accepted = Some(counter.flows);
+            service.refused = Some(counter.refused);
+            service.in_packets = Some(counter.in_packets);
+            service.in_bytes = Some(counter.in_bytes);
+            service.out_packets = Some(counter.out_packets);
+            service.out_bytes = Some(counter.out_bytes);
+        }
+        for backend in &mut backends {
+            let flows = counts.backend.get(&(backend.frontend, backend.id)).copied();
+            backend.flows = Some(flows.unwrap_or_default());
+        }
+    }
+    services.sort();
+    backends.sort();
+    Ok((services, backends))
+}
+
+/// What the maps alone say: no health, and only the backends that get connections.
+fn from_maps(
+    names: &Names,
+    frontends: &[abi::Frontend],
+    tables: &[Vec<u16>],
+    backends: &BTreeMap<u16, abi::Backend>,
+) -> (Vec<Service>, Vec<Backend>) {
+    let directory = Directory::new(names, frontends);
+    let mut services = Vec::new();
+    let mut all = Vec::new();
+    for (frontend, table) in frontends.iter().zip(tables) {
+        let label = directory.frontends.get(&frontend.id).cloned().unwrap_or_else(|| Directory::unknown(frontend.id));
+        let vip = std::net::SocketAddr::new(unmap(&frontend.vip), u16::from_be(frontend.port_be)).to_string();
+        let serving: BTreeSet<u16> = table.iter().copied().filter(|&id| id != 0).collect();
+        let proto = protocol_name(frontend.protocol).to_owned();
+        let target_port = u16::from_be(frontend.target_port_be);
+        services.push(Service {
+            tenant: label.tenant.clone(),
+            service: label.service.clone(),
+            name: label.name,
+            vip: vip.clone(),
+            proto: proto.clone(),
+            state: if serving.is_empty() { service_state::DOWN } else { service_state::SERVING }.to_owned(),
+            serving: serving.len() as u32,
+            affinity: if frontend.flags & abi::FRONTEND_SOURCE_AFFINITY == 0 { "flow" } else { "source" }.to_owned(),
+            target_port,
+            snat: (frontend.snat != [0; 16]).then(|| unmap(&frontend.snat)),
+            id: frontend.id,
+            ..Service::default()
+        });
+        for id in serving {
+            let Some(backend) = backends.get(&id) else { continue };
+            let address = unmap(&backend.address);
+            let port = if backend.port_be == 0 { target_port } else { u16::from_be(backend.port_be) };
+            all.push(Backend {
+                tenant: label.tenant.clone(),
+                service: label.service.clone(),
+                vip: vip.clone(),
+                proto: proto.clone(),
+                backend: std::net::SocketAddr::new(address, port).to_string(),
+                node: directory.node(backend.segment, address).map(str::to_owned),
+                state: "unknown".to_owned(),
+                cause: "no agent".to_owned(),
+                serving: true,
+                id,
+                frontend: frontend.id,
+                ..Backend::default()
+            });
+        }
+    }
+    (services, all)
+}
+
+fn drops(counters: &BTreeMap<(u16, u8), u64>, names: &Names) -> Vec<Drop> {
+    let mut drops: Vec<Drop> = counters
+        .iter()
+        .filter_map(|(&(tenant, number), &packets)| {
+            let reason = Reason::from_number(number.into())?;
+            Some(Drop {
+                reason: reason.name(),
+                verdict: match reason.verdict() {
+                    Verdict::Drop => "drop",
+                    Verdict::Pass => "pass",
+                    Verdict::Reject => "reject",
+                    Verdict::Answer => "answer",
+                },
+                tenant: (tenant != 0)
+                    .then(|| names.tenants.get(&tenant).cloned().unwrap_or_else(|| format!("#{tenant}"))),
+                packets,
+                meaning: reason.meaning(),
+            })
+        })
+        .collect();
+    drops.sort_by(|a, b| b.packets.cmp(&a.packets).then_with(|| (a.reason, &a.tenant).cmp(&(b.reason, &b.tenant))));
+    drops
+}
