@@ -224,10 +224,10 @@ fn live_flows(
         .chain(half_open.filter_map(move |record| Flow::from_half_open(&record, clock, &settings))))
 }
 
-type ClientKey = ([u8; 4], [u8; 4], u16, u16, u16);
+type ClientKey = (std::net::SocketAddrV4, std::net::SocketAddrV4, u16);
 
 fn key_of(tuple: &abi::Tuple4, segment: u16) -> ClientKey {
-    (tuple.source, tuple.destination, tuple.source_port_be, tuple.destination_port_be, segment)
+    (tuple.source(), tuple.destination(), segment)
 }
 
 fn half_open_key(record: &abi::HalfOpen4) -> ClientKey {
