@@ -1,8 +1,6 @@
 //! Pure: (config, inventory, addresses, health, host) → exact contents of the maps.
 
 pub mod model;
-#[cfg(test)]
-pub(crate) mod testing;
 
 use serde::{Deserialize, Serialize};
 

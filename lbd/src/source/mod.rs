@@ -1,4 +1,8 @@
-//! Where desired state comes from.
+//! Where desired state comes from, and where what became of it is written back.
+
+pub mod events;
+pub mod kubernetes;
+pub mod status;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -7,8 +11,18 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::Protocol;
 
-/// `namespace/name` of a Kubernetes object.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+/// `loadBalancerClass` of Services that ask for lbd by name.
+pub const CLASS: &str = "lbd.tenantedge.io/edge";
+/// Prefix of every annotation and condition of ours.
+pub const PREFIX: &str = "lbd.tenantedge.io/";
+/// Field manager of our server-side apply, and component of our Events.
+pub const MANAGER: &str = "lbd";
+/// Type of our condition in the status of a Service.
+pub const PROGRAMMED: &str = "lbd.tenantedge.io/Programmed";
+
+/// `namespace/name` of a Kubernetes object; serialized as that string, so that it can be a key of a map in JSON.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
 pub struct ObjectName {
     /// Namespace.
     pub namespace: String,
@@ -19,6 +33,32 @@ pub struct ObjectName {
 impl std::fmt::Display for ObjectName {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(formatter, "{}/{}", self.namespace, self.name)
+    }
+}
+
+impl ObjectName {
+    /// A name from its parts.
+    pub fn new(namespace: impl Into<String>, name: impl Into<String>) -> Self {
+        Self { namespace: namespace.into(), name: name.into() }
+    }
+}
+
+impl From<ObjectName> for String {
+    fn from(name: ObjectName) -> Self {
+        name.to_string()
+    }
+}
+
+impl TryFrom<String> for ObjectName {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, Self::Error> {
+        match text.split_once('/') {
+            Some((namespace, name)) if !namespace.is_empty() && !name.is_empty() && !name.contains('/') => {
+                Ok(Self::new(namespace, name))
+            }
+            _ => Err(format!("`{text}` is not namespace/name")),
+        }
     }
 }
 
@@ -48,7 +88,7 @@ pub struct Service {
     pub created: i64,
     /// Labels.
     pub labels: BTreeMap<String, String>,
-    /// Annotations.
+    /// Annotations that lbd reads: ours, and those that the source was told to keep.
     pub annotations: BTreeMap<String, String>,
     /// `spec.type`.
     pub kind: ServiceKind,
@@ -76,6 +116,28 @@ pub struct Service {
     pub source_ranges: Vec<String>,
     /// `status.loadBalancer.ingress`: addresses and host names, unparsed, in order.
     pub ingress: Vec<String>,
+    /// `ipMode` of each entry of `ingress`; empty where none is said.
+    #[serde(default)]
+    pub ingress_modes: Vec<String>,
+    /// Our condition, as it stands in the status.
+    #[serde(default)]
+    pub programmed: Option<Condition>,
+    /// The server's record says that lbd applied something of the status.
+    #[serde(default)]
+    pub published: bool,
+}
+
+/// Our condition in the status of a Service.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Condition {
+    /// `True` (`Some(true)`), `False` or `Unknown` (`None`).
+    pub status: Option<bool>,
+    /// One word, CamelCase.
+    pub reason: String,
+    /// Text.
+    pub message: String,
+    /// Seconds since the epoch of the last change of `status`.
+    pub since: i64,
 }
 
 /// `spec.type`.
@@ -138,4 +200,36 @@ pub struct Endpoint {
     pub ready: bool,
     /// Ports by Service port name: (name, protocol, port).
     pub ports: BTreeSet<(String, String, u16)>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_inventory_survives_json() {
+        let mut inventory = Inventory { complete: true, cluster: Some("u".into()), ..Inventory::default() };
+        let name = ObjectName::new("clusters-tenant-a", "kube-apiserver");
+        let condition = Condition { status: Some(true), since: 5, ..Condition::default() };
+        let service = Service { published: true, programmed: Some(condition), ..Service::default() };
+        inventory.services.insert(name.clone(), service);
+        let endpoint = Endpoint {
+            address: "192.0.2.1".parse().unwrap(),
+            node: None,
+            ready: true,
+            ports: BTreeSet::from([("p".to_owned(), "TCP".to_owned(), 80)]),
+        };
+        inventory.endpoints.insert(name, vec![endpoint]);
+        inventory.nodes.insert("n1".into(), Node { addresses: vec!["::1".parse().unwrap()], ..Node::default() });
+        let text = serde_json::to_string(&inventory).unwrap();
+        assert!(text.contains(r#""clusters-tenant-a/kube-apiserver""#));
+        assert_eq!(serde_json::from_str::<Inventory>(&text).unwrap(), inventory);
+    }
+
+    #[test]
+    fn names_without_both_parts_are_refused() {
+        for text in ["", "a", "/a", "a/", "a/b/c"] {
+            assert!(ObjectName::try_from(text.to_owned()).is_err(), "{text}");
+        }
+    }
 }

@@ -1,0 +1,287 @@
+//! Puts what the followers tell together into one [`Inventory`].
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use super::convert::Slice;
+use super::follow::{Item, Kind, Update};
+use crate::source::{Endpoint, Inventory, ObjectName, Service, ServiceKind};
+
+/// The namespace whose UID is the cluster's identity.
+const IDENTITY_NAMESPACE: &str = "kube-system";
+
+/// The inventory under construction. It is shared with those who read it and copied only when something changes.
+#[derive(Debug, Default)]
+pub(super) struct Assembler {
+    pub(super) inventory: Arc<Inventory>,
+    listed: BTreeSet<Kind>,
+    slices: BTreeMap<ObjectName, Slice>,
+    slices_of: BTreeMap<ObjectName, BTreeSet<ObjectName>>,
+}
+
+impl Assembler {
+    /// Whether every kind has been listed.
+    pub(super) fn complete(&self) -> bool {
+        self.listed.len() == Kind::ALL.len()
+    }
+
+    /// Goes on without a kind that the server refuses to show. Returns whether that completes the inventory.
+    pub(super) fn do_without(&mut self, kind: Kind) -> bool {
+        self.listed.insert(kind) && self.complete()
+    }
+
+    /// Takes an update in. Returns whether the inventory changed.
+    pub(super) fn apply(&mut self, update: Update) -> bool {
+        match update {
+            Update::Listed(kind, items) => {
+                let changed = self.listed_all(kind, items);
+                self.listed.insert(kind);
+                changed
+            }
+            Update::Set(item) => self.set(item),
+            Update::Gone(item) => self.gone(&item),
+            Update::Alive(_) | Update::Failed { .. } => false,
+        }
+    }
+
+    fn set(&mut self, item: Item) -> bool {
+        match item {
+            Item::Service(name, service) => {
+                if self.inventory.services.get(&name) == Some(&*service) {
+                    return false;
+                }
+                Arc::make_mut(&mut self.inventory).services.insert(name.clone(), *service);
+                self.merge_endpoints(&name);
+                true
+            }
+            Item::Node(name, node) => {
+                let changed = self.inventory.nodes.get(&name) != Some(&node);
+                if changed {
+                    Arc::make_mut(&mut self.inventory).nodes.insert(name, node);
+                }
+                changed
+            }
+            Item::Namespace(name, namespace) => {
+                let identity = name == IDENTITY_NAMESPACE && self.inventory.cluster.as_ref() != Some(&namespace.uid);
+                let changed = identity || self.inventory.namespaces.get(&name) != Some(&namespace.labels);
+                if changed {
+                    let inventory = Arc::make_mut(&mut self.inventory);
+                    if name == IDENTITY_NAMESPACE && !namespace.uid.is_empty() {
+                        inventory.cluster = Some(namespace.uid);
+                    }
+                    inventory.namespaces.insert(name, namespace.labels);
+                }
+                changed
+            }
+            Item::Slice(name, slice) => {
+                let before = self.slices.get(&name).map(|slice| slice.service.clone());
+                let service = slice.service.clone();
+                self.slices.insert(name.clone(), slice);
+                let mut changed = false;
+                if let Some(before) = before.filter(|before| *before != service) {
+                    self.forget_slice(&name, &before);
+                    changed = self.merge_endpoints(&before);
+                }
+                self.slices_of.entry(service.clone()).or_default().insert(name);
+                self.merge_endpoints(&service) || changed
+            }
+        }
+    }
+
+    fn gone(&mut self, item: &Item) -> bool {
+        match item {
+            Item::Service(name, _) => {
+                if !self.inventory.services.contains_key(name) {
+                    return false;
+                }
+                Arc::make_mut(&mut self.inventory).services.remove(name);
+                self.merge_endpoints(name);
+                true
+            }
+            Item::Node(name, _) => {
+                self.inventory.nodes.contains_key(name)
+                    && Arc::make_mut(&mut self.inventory).nodes.remove(name).is_some()
+            }
+            Item::Namespace(name, _) => {
+                self.inventory.namespaces.contains_key(name)
+                    && Arc::make_mut(&mut self.inventory).namespaces.remove(name).is_some()
+            }
+            Item::Slice(name, _) => {
+                let Some(slice) = self.slices.remove(name) else { return false };
+                self.forget_slice(name, &slice.service);
+                self.merge_endpoints(&slice.service)
+            }
+        }
+    }
+
+    fn forget_slice(&mut self, name: &ObjectName, service: &ObjectName) {
+        if let Some(names) = self.slices_of.get_mut(service) {
+            names.remove(name);
+            if names.is_empty() {
+                self.slices_of.remove(service);
+            }
+        }
+    }
+
+    /// Replaces everything of a kind.
+    fn listed_all(&mut self, kind: Kind, items: Vec<Item>) -> bool {
+        let mut missing: BTreeSet<ObjectName> = match kind {
+            Kind::Services => self.inventory.services.keys().cloned().collect(),
+            Kind::Nodes => self.inventory.nodes.keys().map(|name| ObjectName::new("", name)).collect(),
+            Kind::Namespaces => self.inventory.namespaces.keys().map(|name| ObjectName::new("", name)).collect(),
+            Kind::EndpointSlices => self.slices.keys().cloned().collect(),
+        };
+        let mut changed = false;
+        for item in items {
+            match &item {
+                Item::Service(name, _) | Item::Slice(name, _) => missing.remove(name),
+                Item::Node(name, _) | Item::Namespace(name, _) => missing.remove(&ObjectName::new("", name)),
+            };
+            changed |= self.set(item);
+        }
+        for name in missing {
+            let gone = match kind {
+                Kind::Services => Item::Service(name, Box::default()),
+                Kind::Nodes => Item::Node(name.name, crate::source::Node::default()),
+                Kind::Namespaces => Item::Namespace(name.name, super::convert::Namespace::default()),
+                Kind::EndpointSlices => Item::Slice(name, Slice::default()),
+            };
+            changed |= self.gone(&gone);
+        }
+        changed
+    }
+
+    /// Makes the endpoints of a Service from its slices. Returns whether they changed.
+    fn merge_endpoints(&mut self, service: &ObjectName) -> bool {
+        let wanted = self.inventory.services.get(service).is_some_and(reads_endpoints);
+        let names = self.slices_of.get(service).filter(|_| wanted);
+        let mut merged: BTreeMap<(IpAddr, Option<String>, bool), BTreeSet<_>> = BTreeMap::new();
+        for endpoint in
+            names.into_iter().flatten().filter_map(|name| self.slices.get(name)).flat_map(|slice| &slice.endpoints)
+        {
+            let key = (endpoint.address, endpoint.node.clone(), endpoint.ready);
+            merged.entry(key).or_default().extend(endpoint.ports.iter().cloned());
+        }
+        let merged: Vec<_> = merged
+            .into_iter()
+            .map(|((address, node, ready), ports)| Endpoint { address, node, ready, ports })
+            .collect();
+        let before = self.inventory.endpoints.get(service);
+        if merged.is_empty() {
+            before.is_some() && Arc::make_mut(&mut self.inventory).endpoints.remove(service).is_some()
+        } else if before == Some(&merged) {
+            false
+        } else {
+            Arc::make_mut(&mut self.inventory).endpoints.insert(service.clone(), merged);
+            true
+        }
+    }
+}
+
+/// Whether lbd could ever use the endpoints of a Service: pods behind a cluster-internal Service come and go all day.
+fn reads_endpoints(service: &Service) -> bool {
+    match service.kind {
+        ServiceKind::LoadBalancer | ServiceKind::NodePort => true,
+        ServiceKind::ClusterIp => !service.selector,
+        ServiceKind::ExternalName => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::convert::Namespace;
+    use super::*;
+    use crate::source::Node;
+
+    fn name(text: &str) -> ObjectName {
+        ObjectName::new("s", text)
+    }
+
+    fn service(kind: ServiceKind) -> Box<Service> {
+        Box::new(Service { kind, selector: true, ..Service::default() })
+    }
+
+    fn slice(of: &str, addresses: &[&str]) -> Slice {
+        let endpoints = addresses.iter().map(|address| Endpoint {
+            address: address.parse().unwrap(),
+            node: None,
+            ready: true,
+            ports: BTreeSet::from([("p".to_owned(), "TCP".to_owned(), 80)]),
+        });
+        Slice { service: name(of), endpoints: endpoints.collect() }
+    }
+
+    #[test]
+    fn an_equal_object_changes_nothing_and_copies_nothing() {
+        let mut assembler = Assembler::default();
+        let node = Node { uid: "u".into(), ..Node::default() };
+        assert!(assembler.apply(Update::Set(Item::Node("n1".into(), node.clone()))));
+        let shared = Arc::clone(&assembler.inventory);
+        assert!(!assembler.apply(Update::Set(Item::Node("n1".into(), node))));
+        assert!(Arc::ptr_eq(&shared, &assembler.inventory));
+        assert!(!assembler.apply(Update::Gone(Item::Node("n2".into(), Node::default()))));
+        assert!(Arc::ptr_eq(&shared, &assembler.inventory));
+    }
+
+    #[test]
+    fn a_list_finds_what_was_deleted_unseen() {
+        let mut assembler = Assembler::default();
+        assert!(assembler.apply(Update::Set(Item::Service(name("a"), service(ServiceKind::NodePort)))));
+        assert!(assembler.apply(Update::Set(Item::Service(name("b"), service(ServiceKind::NodePort)))));
+        let items = vec![Item::Service(name("b"), service(ServiceKind::NodePort))];
+        assert!(assembler.apply(Update::Listed(Kind::Services, items)));
+        assert_eq!(assembler.inventory.services.keys().collect::<Vec<_>>(), [&name("b")]);
+        let items = vec![Item::Service(name("b"), service(ServiceKind::NodePort))];
+        assert!(!assembler.apply(Update::Listed(Kind::Services, items)));
+    }
+
+    #[test]
+    fn complete_only_after_all_first_lists() {
+        let mut assembler = Assembler::default();
+        for kind in [Kind::Services, Kind::Nodes, Kind::Namespaces] {
+            assembler.apply(Update::Listed(kind, Vec::new()));
+            assert!(!assembler.complete());
+        }
+        assert!(assembler.do_without(Kind::EndpointSlices));
+        assert!(assembler.complete());
+    }
+
+    #[test]
+    fn the_cluster_is_known_by_the_uid_of_kube_system() {
+        let mut assembler = Assembler::default();
+        let namespace = |uid: &str| Namespace { uid: uid.into(), ..Namespace::default() };
+        assert!(assembler.apply(Update::Set(Item::Namespace("other".into(), namespace("u1")))));
+        assert_eq!(assembler.inventory.cluster, None);
+        assert!(assembler.apply(Update::Set(Item::Namespace("kube-system".into(), namespace("u2")))));
+        assert_eq!(assembler.inventory.cluster.as_deref(), Some("u2"));
+        assert!(!assembler.apply(Update::Set(Item::Namespace("kube-system".into(), namespace("u2")))));
+    }
+
+    #[test]
+    fn endpoints_are_merged_over_slices_and_follow_the_service() {
+        let mut assembler = Assembler::default();
+        assert!(!assembler.apply(Update::Set(Item::Slice(name("web-1"), slice("web", &["192.0.2.2"])))));
+        assert!(assembler.apply(Update::Set(Item::Service(name("web"), service(ServiceKind::LoadBalancer)))));
+        assert_eq!(assembler.inventory.endpoints[&name("web")].len(), 1);
+        assert!(assembler.apply(Update::Set(Item::Slice(name("web-2"), slice("web", &["192.0.2.1", "192.0.2.2"])))));
+        let addresses: Vec<_> =
+            assembler.inventory.endpoints[&name("web")].iter().map(|endpoint| endpoint.address.to_string()).collect();
+        assert_eq!(addresses, ["192.0.2.1", "192.0.2.2"]);
+        assert!(assembler.apply(Update::Gone(Item::Slice(name("web-2"), Slice::default()))));
+        assert!(assembler.apply(Update::Set(Item::Service(name("web"), service(ServiceKind::ClusterIp)))));
+        assert!(assembler.inventory.endpoints.is_empty());
+        assert!(!assembler.apply(Update::Set(Item::Slice(name("web-3"), slice("web", &["192.0.2.9"])))));
+    }
+
+    #[test]
+    fn a_slice_can_move_to_another_service() {
+        let mut assembler = Assembler::default();
+        for service_name in ["a", "b"] {
+            assembler.apply(Update::Set(Item::Service(name(service_name), service(ServiceKind::LoadBalancer))));
+        }
+        assembler.apply(Update::Set(Item::Slice(name("x"), slice("a", &["192.0.2.2"]))));
+        assert!(assembler.apply(Update::Set(Item::Slice(name("x"), slice("b", &["192.0.2.2"])))));
+        assert_eq!(assembler.inventory.endpoints.keys().collect::<Vec<_>>(), [&name("b")]);
+    }
+}
