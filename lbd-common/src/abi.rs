@@ -24,7 +24,7 @@ pub mod names {
     pub const HINTS4: &str = "hints4";
     /// Array of [`super::Segment`], index [`super::segment_index`].
     pub const SEGMENTS: &str = "segments";
-    /// Hash [`super::AddressKey`] → [`super::LocalAddress`]: VIPs, SNAT addresses and the host's own, by segment.
+    /// Hash [`super::AddressKey`] → [`super::LocalAddress`]: VIPs, SNAT addresses, the host's own, backends and their ports.
     pub const ADDRESSES: &str = "addresses";
     /// Hash [`super::FrontendKey`] → [`super::Frontend`].
     pub const FRONTENDS: &str = "frontends";
@@ -206,6 +206,9 @@ pub const FLOW_ADOPTED: u16 = 1 << 5;
 /// [`Flow4::state`]: the backend answered at least once (UDP; always set for TCP).
 pub const FLOW_REPLIED: u16 = 1 << 6;
 
+/// [`Flow4::state`]: a dead half that somebody is about to delete or to write over: whoever set the bit first.
+pub const FLOW_BUSY: u16 = 1 << 7;
+
 impl Flow4 {
     /// Forward half: tick at which the flow was promoted.
     pub const fn created(&self) -> u32 {
@@ -353,10 +356,10 @@ abi_struct! {
         pub address: [u8; 16],
         /// Segment id.
         pub segment: u16,
-        /// Zero.
-        pub pad: u16,
+        /// 0, or with an all-zero address: a port that backends in this segment serve ([`ADDRESS_TARGET_PORT`]).
+        pub port_be: u16,
     }
-    size 20 align 2 offsets { address: 0, segment: 16 }
+    size 20 align 2 offsets { address: 0, segment: 16, port_be: 18 }
 }
 
 abi_struct! {
@@ -382,8 +385,10 @@ pub const ADDRESS_SNAT: u16 = 1 << 1;
 pub const ADDRESS_HOST: u16 = 1 << 2;
 /// [`LocalAddress::flags`]: answer ARP and neighbour solicitations for it (VIPs, SNAT addresses that are not the host's).
 pub const ADDRESS_ANSWER: u16 = 1 << 3;
-/// [`LocalAddress::flags`]: a SNAT address of the *hub's own traffic too*: ports outside the range go to the kernel.
-pub const ADDRESS_SHARED: u16 = 1 << 4;
+/// [`LocalAddress::flags`]: the address of a backend. What it sends from a target port to a SNAT port is a reply, never the host's.
+pub const ADDRESS_BACKEND: u16 = 1 << 4;
+/// [`LocalAddress::flags`]: not an address but a port that backends in the segment serve, see [`AddressKey::port_be`].
+pub const ADDRESS_TARGET_PORT: u16 = 1 << 5;
 
 abi_struct! {
     /// Key of [`names::FRONTENDS`].
@@ -594,8 +599,10 @@ abi_struct! {
         pub tick: u32,
         /// Refusals sent in `tick`.
         pub refusals: u32,
+        /// A half in the making: too large for the stack beside everything else.
+        pub half: Flow4,
     }
-    size 16 align 4 offsets { reason: 0, tenant: 4, tick: 8, refusals: 12 }
+    size 80 align 8 offsets { reason: 0, tenant: 4, tick: 8, refusals: 12, half: 16 }
 }
 
 abi_struct! {
@@ -628,18 +635,33 @@ abi_struct! {
     size 48 align 8 offsets { in_packets: 0, out_packets: 16, flows: 32, refused: 40 }
 }
 
-/// Stage: TCP packets that match no flow: SYN, half-open, promotion.
-pub const STAGE_TCP_NEW: u32 = 0;
-/// Stage: ARP.
-pub const STAGE_ARP: u32 = 1;
-/// Stage: what is not a flow: VIP traffic without a frontend, the host's own, transit.
-pub const STAGE_LOCAL: u32 = 2;
-/// Stage: answers with RST, ICMP.
-pub const STAGE_REJECT: u32 = 3;
+/// Stage: a SYN that matches no flow.
+pub const STAGE_OPEN: u32 = 0;
+/// Stage: a client's packet that matches no flow: the proof of a half-open connection, or refused.
+pub const STAGE_PROVE: u32 = 1;
+/// Stage: a packet that is not to a frontend and matches no flow: a backend's answer, a stray reply, or the host's.
+pub const STAGE_ANSWER: u32 = 2;
 /// Stage: FIN, RST and SYN on a live flow: state changes off the hot path.
-pub const STAGE_FLAGS: u32 = 4;
+pub const STAGE_FLAGS: u32 = 3;
+/// Stage: ARP.
+pub const STAGE_ARP: u32 = 4;
+/// Stage: what is no flow's: VIP traffic without a frontend, the host's own, transit.
+pub const STAGE_LOCAL: u32 = 5;
+/// Stage: answers with RST, ICMP.
+pub const STAGE_REJECT: u32 = 6;
 /// Entries of [`names::STAGES`].
 pub const STAGE_SLOTS: u32 = 16;
+
+/// The stages: index into [`names::STAGES`] and program name.
+pub const STAGE_PROGRAMS: [(u32, &str); 7] = [
+    (STAGE_OPEN, "lbd_open"),
+    (STAGE_PROVE, "lbd_prove"),
+    (STAGE_ANSWER, "lbd_answer"),
+    (STAGE_FLAGS, "lbd_flags"),
+    (STAGE_ARP, "lbd_arp"),
+    (STAGE_LOCAL, "lbd_local"),
+    (STAGE_REJECT, "lbd_reject"),
+];
 
 /// `.rodata` of the edge program, set for each NIC at load: name of the NIC's first index into [`names::SEGMENTS`].
 pub const GLOBAL_SEGMENT_BASE: &str = "SEGMENT_BASE";

@@ -137,6 +137,10 @@ reasons! {
     Land = 42, "land", Drop;
     /// two CPUs promoted one connection; the second packet went through
     PromoteRace = 43, "promote_race", Pass;
+    /// frontend without any backend, set to `unserved: drop`
+    NoBackendQuiet = 44, "no_backend_quiet", Drop;
+    /// SNAT port whose backend sent a SYN-ACK for another connection
+    StaleAnswer = 45, "stale_answer", Drop;
 }
 
 const _: () = {
