@@ -1,1 +1,3 @@
-//! x
+//! What lbd's end-to-end suites, its demo and its benchmarks share.
+
+pub mod lab;

@@ -1,0 +1,226 @@
+//! Captures: every frame on every interface of a namespace, its checksums checked as it comes.
+//!
+//! What XDP takes is not seen on the interface that it is attached to, but on the other end of the cable.
+use std::collections::BTreeMap;
+use std::io::Write as _;
+use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context as _, Result, anyhow, ensure};
+use nix::sys::socket::{
+    AddressFamily, LinkAddr, SockFlag, SockProtocol, SockType, recvfrom, setsockopt, socket, sockopt,
+};
+use nix::sys::time::{TimeVal, TimeValLike as _};
+
+use super::{Namespace, describe, lock, verify};
+
+/// Frames that a capture keeps at most, so that a long run does not fill the memory.
+const KEPT: usize = 200_000;
+const LOOPBACK: usize = 1;
+
+/// Which frames are kept.
+pub enum Keep {
+    /// Those whose checksums are wrong.
+    Bad,
+    /// Those too, and these.
+    Matching(Box<dyn Fn(&[u8]) -> bool + Send>),
+    /// All, up to a limit.
+    All,
+}
+
+/// A frame that was kept.
+#[derive(Clone, Debug)]
+pub struct Captured {
+    /// When.
+    pub at: SystemTime,
+    /// On which interface.
+    pub interface: String,
+    /// It was sent by the namespace.
+    pub outgoing: bool,
+    /// What is wrong with its checksums.
+    pub fault: Option<String>,
+    /// The frame.
+    pub bytes: Vec<u8>,
+}
+
+/// What a capture saw.
+#[derive(Clone, Debug, Default)]
+pub struct Summary {
+    /// The namespace.
+    pub namespace: String,
+    /// Frames seen.
+    pub frames: u64,
+    /// Frames with a wrong checksum.
+    pub bad: u64,
+    /// Frames that came too fast to be looked at.
+    pub missed: u64,
+    /// Kept frames.
+    pub kept: Vec<Captured>,
+}
+
+impl Summary {
+    /// Fails if a checksum was wrong, or if nothing was seen.
+    pub fn assert_good(&self) -> Result<()> {
+        ensure!(self.frames > 0, "the capture in {} saw nothing", self.namespace);
+        if self.bad == 0 {
+            return Ok(());
+        }
+        let first = self.kept.iter().find_map(|frame| frame.fault.as_ref().map(|fault| (frame, fault)));
+        Err(match first {
+            Some((frame, fault)) => anyhow!(
+                "{} of {} frames in {} are bad; the first, on {}: wrong {fault}: {}",
+                self.bad,
+                self.frames,
+                self.namespace,
+                frame.interface,
+                describe(&frame.bytes)
+            ),
+            None => anyhow!("{} of {} frames in {} are bad", self.bad, self.frames, self.namespace),
+        })
+    }
+}
+
+/// A running capture.
+#[derive(Debug)]
+pub struct Capture {
+    stop: Arc<AtomicBool>,
+    seen: Arc<Mutex<Summary>>,
+    thread: Option<JoinHandle<Result<()>>>,
+}
+
+impl Capture {
+    /// Captures on all interfaces of a namespace but loopback, from now on.
+    pub fn start(namespace: &Namespace, keep: Keep) -> Result<Self> {
+        // 64 MiB hold what comes while this thread waits for a CPU.
+        const BUFFER: usize = 64 << 20;
+        let socket = namespace.run(|| {
+            let socket = socket(AddressFamily::Packet, SockType::Raw, SockFlag::SOCK_CLOEXEC, SockProtocol::EthAll)
+                .context("cannot open a packet socket")?;
+            setsockopt(&socket, sockopt::RcvBufForce, &BUFFER)?;
+            setsockopt(&socket, sockopt::ReceiveTimeout, &TimeVal::milliseconds(20))?;
+            Ok(socket)
+        })?;
+        let stop = Arc::new(AtomicBool::new(false));
+        let seen = Arc::new(Mutex::new(Summary { namespace: namespace.name().to_owned(), ..Summary::default() }));
+        let thread = std::thread::spawn({
+            let (stop, seen, namespace) = (Arc::clone(&stop), Arc::clone(&seen), namespace.clone());
+            move || read(&socket, &namespace, &keep, &stop, &seen)
+        });
+        Ok(Self { stop, seen, thread: Some(thread) })
+    }
+
+    /// What was seen so far.
+    pub fn summary(&self) -> Summary {
+        lock(&self.seen).clone()
+    }
+
+    /// Ends the capture; what has arrived by now is in it.
+    pub fn finish(mut self) -> Result<Summary> {
+        self.stop.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            thread.join().map_err(|_| anyhow!("the capture's thread panicked"))??;
+        }
+        Ok(self.summary())
+    }
+}
+
+impl Drop for Capture {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+    }
+}
+
+fn read(socket: &OwnedFd, namespace: &Namespace, keep: &Keep, stop: &AtomicBool, seen: &Mutex<Summary>) -> Result<()> {
+    let mut names = BTreeMap::new();
+    namespace.enter_thread()?;
+    let mut buffer = vec![0; 1 << 16];
+    loop {
+        let stopping = stop.load(Ordering::Relaxed);
+        let (length, from) = match recvfrom::<LinkAddr>(socket.as_raw_fd(), &mut buffer) {
+            Ok((length, Some(from))) => (length, from),
+            Ok((_, None)) | Err(nix::errno::Errno::EINTR) => continue,
+            Err(nix::errno::Errno::EAGAIN) if stopping => break,
+            // An interface that went away.
+            Err(nix::errno::Errno::EAGAIN | nix::errno::Errno::ENETDOWN) => continue,
+            Err(error) => return Err(error).context("cannot read from the packet socket"),
+        };
+        if from.ifindex() == LOOPBACK {
+            continue;
+        }
+        let frame = &buffer[..length];
+        let fault = verify(frame).err();
+        let wanted = match keep {
+            Keep::Bad => false,
+            Keep::Matching(filter) => filter(frame),
+            Keep::All => true,
+        };
+        let mut seen = lock(seen);
+        seen.frames += 1;
+        seen.bad += u64::from(fault.is_some());
+        if (wanted || fault.is_some()) && seen.kept.len() < KEPT {
+            let interface = names.entry(from.ifindex()).or_insert_with(|| name(from.ifindex())).clone();
+            seen.kept.push(Captured {
+                at: SystemTime::now(),
+                interface,
+                outgoing: from.pkttype() == libc::PACKET_OUTGOING,
+                fault,
+                bytes: frame.to_vec(),
+            });
+        }
+    }
+    lock(seen).missed = missed(socket)?;
+    Ok(())
+}
+
+fn name(index: usize) -> String {
+    let mut buffer = [0; libc::IF_NAMESIZE];
+    // SAFETY: the buffer has the size that the function asks for.
+    let found = unsafe { libc::if_indextoname(index as u32, buffer.as_mut_ptr()) };
+    if found.is_null() {
+        return format!("interface {index}");
+    }
+    let bytes: Vec<u8> = buffer.iter().map(|&byte| byte as u8).take_while(|&byte| byte != 0).collect();
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+/// How many frames the socket had no room for.
+fn missed(socket: &OwnedFd) -> Result<u64> {
+    let mut statistics = libc::tpacket_stats { tp_packets: 0, tp_drops: 0 };
+    let mut length = size_of::<libc::tpacket_stats>() as libc::socklen_t;
+    // SAFETY: the kernel writes at most `length` bytes into the struct, which is that long.
+    let result = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_PACKET,
+            libc::PACKET_STATISTICS,
+            (&raw mut statistics).cast(),
+            &raw mut length,
+        )
+    };
+    ensure!(result == 0, "cannot read the packet socket's statistics: {}", std::io::Error::last_os_error());
+    Ok(u64::from(statistics.tp_drops))
+}
+
+/// Writes frames as a file that tcpdump and Wireshark read.
+pub fn write_pcap(path: &Path, frames: &[Captured]) -> Result<()> {
+    let mut file = std::io::BufWriter::new(
+        std::fs::File::create(path).with_context(|| format!("cannot make {}", path.display()))?,
+    );
+    // Magic number, version 2.4, zone and accuracy 0, snap length, Ethernet.
+    for word in [0xa1b2_c3d4_u32, 0x0004_0002, 0, 0, 65536, 1] {
+        file.write_all(&word.to_ne_bytes())?;
+    }
+    for frame in frames {
+        let at = frame.at.duration_since(UNIX_EPOCH).unwrap_or_default();
+        let length = frame.bytes.len() as u32;
+        for word in [at.as_secs() as u32, at.subsec_micros(), length, length] {
+            file.write_all(&word.to_ne_bytes())?;
+        }
+        file.write_all(&frame.bytes)?;
+    }
+    Ok(file.flush()?)
+}
