@@ -6,7 +6,10 @@ use thiserror::Error;
 
 use crate::config::ConfigError;
 
+mod core;
+mod events;
 pub mod state;
+mod view;
 
 /// Why the agent ended.
 #[derive(Debug, Error)]

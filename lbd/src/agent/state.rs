@@ -117,7 +117,12 @@ impl StateDirectory {
     pub fn save(&self, name: &str, value: &impl Serialize) -> Result<(), StateError> {
         let path = self.path.join(name);
         let bytes = serde_json::to_vec(value).map_err(|error| failed("cannot encode", &path)(error.into()))?;
-        write_atomically(&self.path, name, &bytes, 0o600)
+        self.save_bytes(name, &bytes)
+    }
+
+    /// Like [`Self::save`], of JSON that is there already.
+    pub fn save_bytes(&self, name: &str, bytes: &[u8]) -> Result<(), StateError> {
+        write_atomically(&self.path, name, bytes, 0o600)
     }
 
     /// Like [`Self::save`], readable by the group of the directory.

@@ -1,0 +1,231 @@
+//! One round of the main loop, without its clocks and channels: what is known → addresses → plan → maps.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use jiff::Timestamp;
+
+use super::events::{Events, Happening, time};
+use super::state::{ADDRESSES, IDS, StateDirectory};
+use crate::api::types::{ApplyStatus, ConfigStatus};
+use crate::config::{Config, SegmentName};
+use crate::dataplane::{Applied, Attached, Dataplane, DataplaneError, FlowPair, Pins};
+use crate::ipam::{Assignments, Ipam};
+use crate::plan::Planner;
+use crate::plan::model::{Health, HostFacts, Notice, Plan};
+use crate::source::Inventory;
+
+/// What the main loop needs of the data plane; a test may put something else in its place.
+pub(crate) trait Maps {
+    /// See [`Dataplane::apply`].
+    fn apply(&mut self, plan: &Plan) -> Result<Applied, DataplaneError>;
+    /// See [`Dataplane::reconfigure`].
+    fn reconfigure(&mut self, config: &Config) -> Result<(), DataplaneError>;
+    /// See [`Dataplane::attached`].
+    fn attached(&self) -> Vec<Attached>;
+    /// See [`Pins::flows`].
+    fn flows(&self, config: &Config) -> Result<Vec<FlowPair>, DataplaneError>;
+}
+
+impl Maps for Dataplane {
+    fn apply(&mut self, plan: &Plan) -> Result<Applied, DataplaneError> {
+        Self::apply(self, plan)
+    }
+
+    fn reconfigure(&mut self, config: &Config) -> Result<(), DataplaneError> {
+        Self::reconfigure(self, config)
+    }
+
+    fn attached(&self) -> Vec<Attached> {
+        Self::attached(self)
+    }
+
+    fn flows(&self, config: &Config) -> Result<Vec<FlowPair>, DataplaneError> {
+        Pins::open(&config.datapath.bpffs)?.flows()
+    }
+}
+
+/// Everything that a plan is made of and that comes from outside.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Inputs {
+    /// Services and nodes.
+    pub inventory: Arc<Inventory>,
+    /// Results of probes.
+    pub health: Arc<Health>,
+    /// Interfaces.
+    pub host: HostFacts,
+    /// Addresses that others answer for.
+    pub taken: BTreeSet<(SegmentName, IpAddr)>,
+    /// Notices of the data plane.
+    pub host_notices: Vec<Notice>,
+    /// Notices of the source.
+    pub source_notices: Vec<Notice>,
+}
+
+/// Counters since the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Counts {
+    /// Map elements written or deleted.
+    pub map_writes: u64,
+    /// Flows removed because a plan reset them.
+    pub flows_reset: u64,
+    /// Reloads that came into force.
+    pub reloads: u64,
+    /// Reloads that were refused.
+    pub reloads_refused: u64,
+}
+
+/// The state of the main loop.
+pub(crate) struct Core<M> {
+    pub(super) config: Arc<Config>,
+    pub(super) maps: M,
+    pub(super) ipam: Ipam,
+    pub(super) planner: Planner,
+    state: Arc<StateDirectory>,
+    pub(super) plan: Arc<Plan>,
+    pub(super) assignments: Arc<Assignments>,
+    /// The maps hold [`Self::plan`].
+    pub(super) in_maps: bool,
+    /// Some plan has been in the maps in this life.
+    pub(super) ever: bool,
+    pub(super) apply_status: ApplyStatus,
+    pub(super) config_status: ConfigStatus,
+    pub(super) counts: Counts,
+    pub(super) events: Events,
+    saved_ids: Option<Vec<u8>>,
+    saved_generation: Option<u64>,
+}
+
+impl<M: Maps> Core<M> {
+    /// Starts from what an earlier life has left on disk.
+    pub(crate) fn new(config: Config, maps: M, state: Arc<StateDirectory>, now: Timestamp) -> Self {
+        let config_status =
+            ConfigStatus { file: config.origin.file.clone(), loaded: time(now), stale: false, error: None };
+        Self {
+            config: Arc::new(config),
+            maps,
+            ipam: Ipam::new(state.load(ADDRESSES).unwrap_or_default()),
+            planner: Planner::new(state.load(IDS).unwrap_or_default()),
+            state,
+            plan: Arc::default(),
+            assignments: Arc::default(),
+            in_maps: false,
+            ever: false,
+            apply_status: ApplyStatus::default(),
+            config_status,
+            counts: Counts::default(),
+            events: Events::default(),
+            saved_ids: None,
+            saved_generation: None,
+        }
+    }
+
+    /// Whether the inventory may be acted upon: without its first complete list the file alone decides nothing.
+    pub(crate) fn may_act(&self, inputs: &Inputs) -> bool {
+        self.config.hub.kubernetes.is_none() || inputs.inventory.complete
+    }
+
+    /// Brings addresses, plan and maps to what is known now. Returns false if it must be called again soon.
+    pub(crate) fn reconcile(&mut self, inputs: &Inputs, now: Timestamp) -> bool {
+        if !self.may_act(inputs) {
+            self.tell_notices(inputs, now);
+            return true;
+        }
+        let assignments =
+            self.ipam.assign(&self.config, &inputs.inventory, &inputs.host, &inputs.taken, now.as_second());
+        let plan = self.planner.plan(&self.config, &inputs.inventory, &assignments, &inputs.health, &inputs.host);
+        self.assignments = Arc::new(assignments);
+        self.keep_records(now);
+        let done = if self.in_maps && *self.plan == plan { true } else { self.apply(plan, now) };
+        self.tell_notices(inputs, now);
+        done
+    }
+
+    /// Puts a plan into the maps.
+    pub(super) fn apply(&mut self, plan: Plan, now: Timestamp) -> bool {
+        self.plan = Arc::new(plan);
+        let result = self.maps.apply(&self.plan);
+        self.in_maps = result.is_ok();
+        match result {
+            Ok(applied) => {
+                self.planner.applied();
+                self.keep_ids(now);
+                self.ever = true;
+                self.counts.map_writes += applied.map_writes;
+                self.counts.flows_reset += applied.flows_reset;
+                self.apply_status.applied += 1;
+                self.apply_status.last = time(now);
+                if self.apply_status.error.take().is_some() {
+                    self.tell(false, "ApplyRecovered", "the datapath holds the plan again", now);
+                }
+                tracing::debug!(writes = applied.map_writes, resets = applied.flows_reset, "plan applied");
+                true
+            }
+            Err(error) => {
+                let message = error.to_string();
+                self.apply_status.failed += 1;
+                if self.apply_status.error.as_ref() != Some(&message) {
+                    let text = format!("the datapath could not be changed, trying again: {message}");
+                    self.tell(true, "ApplyFailed", &text, now);
+                }
+                self.apply_status.error = Some(message);
+                false
+            }
+        }
+    }
+
+    pub(super) fn tell(&mut self, warning: bool, reason: &'static str, message: &str, now: Timestamp) {
+        self.events.tell(Happening { warning, reason, message: message.to_owned(), ..Happening::default() }, now);
+    }
+
+    fn tell_notices(&mut self, inputs: &Inputs, now: Timestamp) {
+        let all = self
+            .assignments
+            .notices
+            .iter()
+            .chain(&self.plan.notices)
+            .chain(&inputs.host_notices)
+            .chain(&inputs.source_notices)
+            .cloned()
+            .collect();
+        self.events.set_lasting(all, now);
+    }
+
+    /// Addresses must be on disk before anybody is told of them, ids before the maps hold them.
+    pub(super) fn keep_records(&mut self, now: Timestamp) {
+        let generation = self.ipam.record().generation;
+        if self.saved_generation != Some(generation) {
+            match self.state.save(ADDRESSES, self.ipam.record()) {
+                Ok(()) => self.saved_generation = Some(generation),
+                Err(error) => self.tell(true, "StateNotSaved", &error.to_string(), now),
+            }
+        }
+        self.keep_ids(now);
+    }
+
+    fn keep_ids(&mut self, now: Timestamp) {
+        // Serializing is cheaper than a second copy that would have to be compared and kept.
+        let ids = match serde_json::to_vec(self.planner.ids()) {
+            Ok(ids) => ids,
+            Err(error) => return self.tell(true, "StateNotSaved", &format!("ids: {error}"), now),
+        };
+        if self.saved_ids.as_ref() != Some(&ids) {
+            match self.state.save_bytes(IDS, &ids) {
+                Ok(()) => self.saved_ids = Some(ids),
+                Err(error) => self.tell(true, "StateNotSaved", &error.to_string(), now),
+            }
+        }
+    }
+
+    /// Notices by Service: what Events and conditions are made of.
+    pub(crate) fn notices_by_service(&self) -> BTreeMap<&crate::source::ObjectName, &Notice> {
+        let mut all = BTreeMap::new();
+        for notice in self.events.lasting() {
+            if let Some(service) = &notice.service {
+                all.entry(service).or_insert(notice);
+            }
+        }
+        all
+    }
+}
