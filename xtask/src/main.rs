@@ -1,26 +1,35 @@
 //! lbd's own commands: `cargo xtask build | test | demo | bench | lint`.
+use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
+use std::process::{Command, ExitCode};
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use clap::{Args, Parser, Subcommand};
 
 mod build;
 mod lint;
 mod packages;
 mod run;
+mod test;
 mod toolchain;
 
 #[derive(Parser)]
 #[command(name = "cargo xtask", about = "lbd's own commands")]
 struct Cli {
     #[command(subcommand)]
-    command: Command,
+    command: Task,
 }
 
 #[derive(Subcommand)]
-enum Command {
+enum Task {
     /// Build the BPF object, then `lbd` with that object in it.
     Build(BuildArguments),
+    /// Run the tests: all that this user can run. Exit code 3: what ran has passed, but not all has run.
+    Test(test::Arguments),
+    /// Build everything, then show lbd at work on networks in namespaces. Needs root (or sudo).
+    Demo(Consent),
+    /// Build optimised, then measure. Needs root (or sudo).
+    Bench(BenchArguments),
     /// Check format, lints (the BPF programs on their own target too) and documentation.
     Lint(Consent),
 }
@@ -37,6 +46,17 @@ struct BuildArguments {
     consent: Consent,
 }
 
+#[derive(Args)]
+struct BenchArguments {
+    /// What to measure, e.g. `datapath`.
+    what: String,
+    /// Write the figures to this file, as JSON.
+    #[arg(long)]
+    json: Option<PathBuf>,
+    #[command(flatten)]
+    consent: Consent,
+}
+
 /// Whether missing packages and tools may be installed without a question.
 #[derive(Args, Clone, Copy)]
 struct Consent {
@@ -45,17 +65,43 @@ struct Consent {
     yes: bool,
 }
 
-fn main() -> Result<()> {
+fn main() -> Result<ExitCode> {
     match Cli::parse().command {
-        Command::Build(arguments) => {
+        Task::Build(arguments) => {
             build::bpf(arguments.consent)?;
             if !arguments.bpf_only {
                 build::host(&["--package", "lbd"], arguments.release)?;
             }
-            Ok(())
         }
-        Command::Lint(consent) => lint::all(consent),
+        Task::Test(arguments) => return Ok(ExitCode::from(test::all(&arguments)? as u8)),
+        Task::Demo(consent) => {
+            build::bpf(consent)?;
+            packages::programs(consent, packages::LAB)?;
+            build::host(&["--package", "lbd", "--package", "lbd-tests", "--bins"], false)?;
+            return become_root("lbd-demo", false, |_| ());
+        }
+        Task::Bench(arguments) => {
+            build::bpf(arguments.consent)?;
+            build::host(&["--package", "lbd-tests", "--bin", "lbd-bench"], true)?;
+            let json = arguments.json.map(std::path::absolute).transpose()?;
+            return become_root("lbd-bench", true, |command| {
+                command.arg(&arguments.what);
+                if let Some(json) = &json {
+                    command.arg("--json").arg(json);
+                }
+            });
+        }
+        Task::Lint(consent) => lint::all(consent)?,
     }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Becomes a program that was built, as root, so that Ctrl-C reaches it and its exit code is ours.
+fn become_root(name: &str, release: bool, arguments: impl FnOnce(&mut Command)) -> Result<ExitCode> {
+    let program = test::binaries(release).join(name);
+    let mut command = packages::as_root(&program)?;
+    arguments(&mut command);
+    Err(command.exec()).with_context(|| format!("cannot run {}", program.display()))
 }
 
 /// The root of the workspace.
@@ -67,5 +113,5 @@ fn root() -> PathBuf {
 
 /// The target directory of the workspace.
 fn target() -> PathBuf {
-    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), |dir| root().join(dir))
+    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), |directory| root().join(directory))
 }

@@ -1,5 +1,6 @@
 //! Installing what a step needs and the machine does not have.
 use std::{
+    ffi::OsStr,
     fs,
     io::{IsTerminal as _, Write as _},
     os::unix::fs::MetadataExt as _,
@@ -15,7 +16,7 @@ use crate::{
 };
 
 /// Programs that the lab, the demo and the suites run, and the Debian package of each.
-pub(crate) const LAB: &[(&str, &str)] = &[("ip", "iproute2"), ("ethtool", "ethtool"), ("tcpdump", "tcpdump")];
+pub(crate) const LAB: &[(&str, &str)] = &[("ip", "iproute2"), ("ethtool", "ethtool")];
 
 /// Says what is needed and why; asks on a terminal unless `--yes` was given.
 pub(crate) fn agree(consent: Consent, need: &str) -> Result<()> {
@@ -114,7 +115,8 @@ pub(crate) fn is_root() -> bool {
 }
 
 /// A command that runs as root: through sudo when we are not.
-fn as_root(program: &str) -> Result<Command> {
+pub(crate) fn as_root(program: impl AsRef<OsStr>) -> Result<Command> {
+    let program = program.as_ref();
     let mut command = if is_root() {
         Command::new(program)
     } else if Path::new("/usr/bin/sudo").exists() {

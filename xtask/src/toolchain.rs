@@ -18,8 +18,8 @@ use crate::{
 
 /// The bpf-linker that lbd is built with.
 const LINKER_VERSION: &str = "0.13.0";
-/// Debian's compiler, of route (b).
-const DEBIAN_RUSTC: &str = "/usr/bin/rustc";
+/// The compiler of route (b).
+pub(crate) const DEBIAN_RUSTC: &str = "/usr/bin/rustc";
 /// The oldest compiler that builds the workspace (major, minor): `rust-version` in Cargo.toml.
 const OLDEST_RUSTC: (u32, u32) = (1, 95);
 
