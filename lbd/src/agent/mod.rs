@@ -1,26 +1,384 @@
-//! The agent's main loop.
+//! The agent's main loop: source → addresses → plan → maps, and everything around it that must survive, be told or be asked.
 
-use std::path::Path;
+use std::future::pending;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
+use jiff::Timestamp;
+use sd_notify::NotifyState;
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinHandle;
 
-use crate::config::ConfigError;
+use self::core::{Core, Inputs};
+use self::hub::Hub;
+use self::state::{HEALTH, INVENTORY, NAMES, StateDirectory, StateError};
+use self::view::View;
+use crate::api::server::{Api, ReloadCall};
+use crate::api::types::{Names, ReloadRequest};
+use crate::config::{Config, ConfigError};
+use crate::dataplane::{self, Dataplane, DataplaneError};
+use crate::health::{self, Prober, SavedTarget};
+use crate::plan::model::Health;
+use crate::source::Inventory;
+use crate::source::kubernetes::SourceError;
 
 mod core;
 mod events;
+mod hub;
+mod reload;
 pub mod state;
-mod view;
+pub(crate) mod view;
+
+/// How long a change waits for others that come with it.
+const COALESCE: Duration = Duration::from_millis(2);
+/// First and longest pause before a failed change of the datapath is tried again.
+const RETRY_FIRST: Duration = Duration::from_millis(20);
+const RETRY_LAST: Duration = Duration::from_secs(5);
+/// How often ages, files and the watchdog are looked after.
+const TICK: Duration = Duration::from_secs(1);
+/// How often a plan is made although nothing has changed: reservations of addresses end by themselves.
+const REPLAN: Duration = Duration::from_mins(1);
+/// Shortest pause between two writes of the files that only a restart reads.
+const SAVE_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Why the agent ended.
 #[derive(Debug, Error)]
 pub enum AgentError {
     /// The configuration file is wrong.
     #[error("{0}")]
-    Config(ConfigError),
+    Config(#[from] ConfigError),
+    /// The host can't carry the datapath.
+    #[error("the host is not ready; nothing was changed:\n{0}")]
+    Host(String),
+    /// The data plane can't start.
+    #[error(transparent)]
+    Dataplane(#[from] DataplaneError),
+    /// The kubeconfig is of no use.
+    #[error(transparent)]
+    Source(#[from] SourceError),
+    /// The state directory is of no use.
+    #[error(transparent)]
+    State(#[from] StateError),
+    /// A socket can't be opened.
+    #[error("cannot listen on {address}: {source}; {remedy}")]
+    Listen {
+        /// Path or address.
+        address: String,
+        /// The kernel's answer.
+        source: io::Error,
+        /// What to do.
+        remedy: &'static str,
+    },
+    /// The runtime can't start.
+    #[error("{what}: {source}")]
+    System {
+        /// What was tried.
+        what: &'static str,
+        /// The kernel's answer.
+        source: io::Error,
+    },
 }
 
-/// Runs until it is told to stop.
-pub fn run(config: &Path) -> Result<(), AgentError> {
-    let _config = crate::config::load(config).map_err(AgentError::Config)?;
+/// The last list of Services and nodes, on disk.
+#[derive(Debug, Serialize, Deserialize)]
+struct SavedInventory<I> {
+    /// When it was known to be current, in seconds since the epoch.
+    synced: i64,
+    inventory: I,
+}
+
+/// Runs until it is told to stop. Whatever the end, the datapath goes on forwarding.
+pub fn run(path: &Path) -> Result<(), AgentError> {
+    let config = crate::config::load(path)?;
+    if dataplane::OBJECT.is_empty() {
+        return Err(DataplaneError::NoObject.into());
+    }
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()
+        .map_err(|source| AgentError::System { what: "cannot start threads", source })?;
+    let result = runtime.block_on(serve(path.to_owned(), config));
+    runtime.shutdown_timeout(Duration::from_secs(1));
+    result
+}
+
+/// Tells systemd, if it listens.
+fn tell_systemd(states: &[NotifyState<'_>]) {
+    if let Err(error) = sd_notify::notify(states) {
+        tracing::debug!(%error, "systemd was not told");
+    }
+}
+
+/// Waits for a change. A sender that has ended changes nothing any more.
+async fn changed<T>(receiver: &mut watch::Receiver<T>) {
+    if receiver.changed().await.is_err() {
+        pending().await
+    }
+}
+
+async fn changed_if<T>(receiver: Option<&mut watch::Receiver<T>>) {
+    match receiver {
+        Some(receiver) => changed(receiver).await,
+        None => pending().await,
+    }
+}
+
+async fn at(moment: Option<Instant>) {
+    match moment {
+        Some(moment) => tokio::time::sleep_until(moment.into()).await,
+        None => pending().await,
+    }
+}
+
+async fn serve(path: PathBuf, config: Config) -> Result<(), AgentError> {
+    let on_signal = |kind| signal(kind).map_err(|source| AgentError::System { what: "cannot handle signals", source });
+    let mut hangup = on_signal(SignalKind::hangup())?;
+    let mut terminate = on_signal(SignalKind::terminate())?;
+    let mut interrupt = on_signal(SignalKind::interrupt())?;
+
+    check_host(&config)?;
+    let state = Arc::new(StateDirectory::open(&config.state_dir)?);
+    let saved: Option<SavedInventory<Inventory>> = config.hub.kubernetes.as_ref().and_then(|_| state.load(INVENTORY));
+    let restored_health = health::restore(&state.load::<Vec<SavedTarget>>(HEALTH).unwrap_or_default());
+    // A kubeconfig that is wrong is found before anything is attached.
+    let mut hub = Hub::start(&config, saved.as_ref().map(|saved| (saved.synced, &saved.inventory))).await?;
+    let (reload_calls, mut reloads) = mpsc::channel::<ReloadCall>(4);
+    let (publish, views) = watch::channel(Arc::new(View::default()));
+    let api = Api::bind(&config, views, reload_calls).await?;
+
+    let dataplane = tokio::task::block_in_place(|| Dataplane::start(&config, dataplane::OBJECT))?;
+    let mut facts = dataplane.facts();
+    let mut taken = dataplane.taken();
+    let mut host_notices = dataplane.notices();
+    let (prober, mut health) = Prober::start(restored_health);
+    let now = Timestamp::now();
+    let mut agent = Agent {
+        core: Core::new(config, dataplane, Arc::clone(&state), now),
+        inputs: Inputs::default(),
+        started: now,
+        prober,
+        publish,
+        state,
+        saving: None,
+        saved_at: None,
+        saved_inventory: saved.map(|saved| Arc::new(saved.inventory)),
+        saved_health: None,
+        saved_names: None,
+        retry: None,
+        pause: RETRY_FIRST,
+    };
+    agent.take_inputs(&mut hub, &mut health, &mut facts, &mut taken, &mut host_notices);
+    agent.core.tell(false, "Started", concat!("lbd ", env!("CARGO_PKG_VERSION"), " started"), now);
+    agent.round(&hub);
+    let serving = api.serve();
+    tell_systemd(&[NotifyState::Ready]);
+
+    let watchdog = sd_notify::watchdog_enabled().is_some();
+    let mut tick = tokio::time::interval(TICK);
+    tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let mut replan = tokio::time::interval(REPLAN);
+    loop {
+        tokio::select! {
+            () = changed_if(hub.snapshots.as_mut()) => {}
+            () = changed_if(hub.notices.as_mut()) => {}
+            () = changed(&mut health) => {}
+            () = changed(&mut facts) => {}
+            () = changed(&mut taken) => {}
+            () = changed(&mut host_notices) => {}
+            () = at(agent.retry) => {}
+            _ = replan.tick() => {}
+            _ = tick.tick() => {
+                if watchdog {
+                    tell_systemd(&[NotifyState::Watchdog]);
+                }
+                agent.keep_files(&hub);
+                agent.publish(&hub);
+                continue;
+            }
+            Some(call) = reloads.recv() => {
+                let reply = agent.reload(&path, call.request, &hub);
+                // The asker may have gone away.
+                let _ = call.reply.send(reply);
+                continue;
+            }
+            _ = hangup.recv() => {
+                let mut states = vec![NotifyState::Reloading];
+                states.extend(NotifyState::monotonic_usec_now().ok());
+                tell_systemd(&states);
+                agent.reload(&path, ReloadRequest::default(), &hub);
+                tell_systemd(&[NotifyState::Ready]);
+                continue;
+            }
+            _ = terminate.recv() => break,
+            _ = interrupt.recv() => break,
+        }
+        tokio::time::sleep(COALESCE).await;
+        agent.take_inputs(&mut hub, &mut health, &mut facts, &mut taken, &mut host_notices);
+        agent.round(&hub);
+    }
+    tracing::info!("stopping; the datapath goes on forwarding");
+    tell_systemd(&[NotifyState::Stopping]);
+    serving.stop();
+    agent.finish(&hub).await;
     Ok(())
+}
+
+/// Refuses a host on which the datapath can't run; says what will be less than good.
+fn check_host(config: &Config) -> Result<(), AgentError> {
+    let mut fatal = Vec::new();
+    for problem in dataplane::preflight(config) {
+        if problem.fatal {
+            fatal.push(format!("  {}: {}", problem.subject, problem.message));
+        } else {
+            tracing::warn!(subject = problem.subject, "{}", problem.message);
+        }
+    }
+    if fatal.is_empty() { Ok(()) } else { Err(AgentError::Host(fatal.join("\n"))) }
+}
+
+struct Agent {
+    core: Core<Dataplane>,
+    inputs: Inputs,
+    started: Timestamp,
+    prober: Prober,
+    publish: watch::Sender<Arc<View>>,
+    state: Arc<StateDirectory>,
+    saving: Option<JoinHandle<Result<(), StateError>>>,
+    saved_at: Option<Instant>,
+    saved_inventory: Option<Arc<Inventory>>,
+    saved_health: Option<Arc<Health>>,
+    saved_names: Option<Arc<crate::plan::model::Plan>>,
+    retry: Option<Instant>,
+    pause: Duration,
+}
+
+impl Agent {
+    /// Looks at everything that may have changed; unchanged maps and lists are not copied.
+    fn take_inputs(
+        &mut self,
+        hub: &mut Hub,
+        health: &mut watch::Receiver<Health>,
+        facts: &mut watch::Receiver<crate::plan::model::HostFacts>,
+        taken: &mut watch::Receiver<std::collections::BTreeSet<(crate::config::SegmentName, std::net::IpAddr)>>,
+        host_notices: &mut watch::Receiver<Vec<crate::plan::model::Notice>>,
+    ) {
+        self.inputs.inventory = hub.inventory();
+        self.inputs.source_notices = hub.take_notices();
+        let known = health.borrow_and_update();
+        if *known != *self.inputs.health {
+            self.inputs.health = Arc::new(known.clone());
+        }
+        drop(known);
+        self.inputs.host.clone_from(&facts.borrow_and_update());
+        self.inputs.taken.clone_from(&taken.borrow_and_update());
+        self.inputs.host_notices.clone_from(&host_notices.borrow_and_update());
+    }
+
+    /// One round: addresses, plan, maps; then everybody is told.
+    fn round(&mut self, hub: &Hub) {
+        let done = tokio::task::block_in_place(|| self.core.reconcile(&self.inputs, Timestamp::now()));
+        self.after_apply(done, hub);
+    }
+
+    fn after_apply(&mut self, done: bool, hub: &Hub) {
+        if done {
+            self.retry = None;
+            self.pause = RETRY_FIRST;
+        } else {
+            self.retry = Some(Instant::now() + self.pause);
+            self.pause = (self.pause * 2).min(RETRY_LAST);
+        }
+        if self.core.may_act(&self.inputs) {
+            self.prober.set_targets(self.core.plan.probes.clone());
+            hub.write(&self.core, &self.inputs);
+        }
+        self.publish(hub);
+    }
+
+    fn reload(&mut self, path: &Path, request: ReloadRequest, hub: &Hub) -> crate::api::types::ReloadReply {
+        let now = Timestamp::now();
+        let reply = tokio::task::block_in_place(|| self.core.reload(path, request, &self.inputs, now));
+        hub.configure(&self.core.config);
+        let done = self.core.apply_status.error.is_none();
+        self.after_apply(done, hub);
+        reply
+    }
+
+    fn publish(&self, hub: &Hub) {
+        let view = View::new(&self.core, &self.inputs, hub.status(), hub.counts(), self.started);
+        self.publish.send_replace(Arc::new(view));
+    }
+
+    /// Writes what only a restart reads, in the background and not too often.
+    fn keep_files(&mut self, hub: &Hub) {
+        if let Some(saving) = self.saving.take_if(|saving| saving.is_finished()) {
+            let now = Timestamp::now();
+            // A task that has ended is ready at once.
+            if let Some(Ok(Err(error))) = futures::FutureExt::now_or_never(saving) {
+                self.core.tell(true, "StateNotSaved", &error.to_string(), now);
+            }
+        }
+        if self.saving.is_some() || self.saved_at.is_some_and(|at| at.elapsed() < SAVE_INTERVAL) {
+            return;
+        }
+        if let Some(work) = self.unsaved(hub) {
+            self.saved_at = Some(Instant::now());
+            self.saving = Some(tokio::task::spawn_blocking(work));
+        }
+    }
+
+    /// What has changed since it was last written, as something that writes it.
+    fn unsaved(&mut self, hub: &Hub) -> Option<impl FnOnce() -> Result<(), StateError> + Send + use<>> {
+        let inventory = hub
+            .live()
+            .filter(|inventory| self.saved_inventory.as_ref().is_none_or(|saved| !Arc::ptr_eq(saved, inventory)));
+        let health = Some(&self.inputs.health)
+            .filter(|health| self.saved_health.as_ref().is_none_or(|saved| !Arc::ptr_eq(saved, health)))
+            .cloned();
+        let plan = Some(&self.core.plan)
+            .filter(|_| self.core.ever)
+            .filter(|plan| self.saved_names.as_ref().is_none_or(|saved| !Arc::ptr_eq(saved, plan)))
+            .cloned();
+        if inventory.is_none() && health.is_none() && plan.is_none() {
+            return None;
+        }
+        self.saved_inventory = inventory.clone().or_else(|| self.saved_inventory.take());
+        self.saved_health = health.clone().or_else(|| self.saved_health.take());
+        self.saved_names = plan.clone().or_else(|| self.saved_names.take());
+        let (state, hub_name) = (Arc::clone(&self.state), self.core.config.hub.name.clone());
+        Some(move || {
+            if let Some(plan) = plan {
+                let names = view::names(&plan, &hub_name);
+                // Names outlive their ids for as long as flows may: an id that is gone keeps its last name.
+                let old = state.load::<Names>(NAMES).unwrap_or_default();
+                state.save_for_group(NAMES, &view::with_former(names, old))?;
+            }
+            if let Some(health) = health {
+                state.save(HEALTH, &health::save(&health))?;
+            }
+            if let Some(inventory) = inventory {
+                let synced = Timestamp::now().as_second();
+                state.save(INVENTORY, &SavedInventory { synced, inventory: &*inventory })?;
+            }
+            Ok(())
+        })
+    }
+
+    /// The last writes.
+    async fn finish(mut self, hub: &Hub) {
+        if let Some(saving) = self.saving.take() {
+            // What it could not write is tried again below.
+            let _ = saving.await;
+        }
+        if let Some(work) = self.unsaved(hub)
+            && let Ok(Err(error)) = tokio::task::spawn_blocking(work).await
+        {
+            tracing::warn!(%error, "state not saved");
+        }
+    }
 }

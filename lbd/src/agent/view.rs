@@ -1,10 +1,156 @@
 //! The plan and the health of backends, as `lbctl` shows them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
+use std::sync::Arc;
 
-use crate::api::types::{Backend, FrontendLabel, Names, SegmentLabel, Service, service_state};
+use jiff::Timestamp;
+
+use super::core::{Core, Counts, Inputs, Maps};
+use super::events::time;
+use crate::api::types::{
+    Backend, Event, FrontendLabel, InterfaceStatus, Names, SegmentLabel, Service, SourceStatus, Status, service_state,
+};
+use crate::config::Config;
 use crate::plan::model::{FrontendAddress, FrontendBackend, FrontendPlan, Health, Plan};
+
+/// Seconds that a source may be away before it is a problem: watches are renewed now and then.
+const SOURCE_GRACE: u64 = 5;
+
+/// Notices of the plan that make the host degraded; others concern only the owner of a Service.
+const ALARMS: [&str; 1] = ["AllBackendsDown"];
+
+/// What the agent lets others see: made anew after every round, never changed.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct View {
+    pub status: Status,
+    pub events: Vec<Event>,
+    pub plan: Arc<Plan>,
+    pub health: Arc<Health>,
+    pub hub: String,
+    pub bpffs: PathBuf,
+    pub counts: Counts,
+    pub notices: BTreeMap<&'static str, u64>,
+    /// Writes of Service statuses since the start.
+    pub status_writes: u64,
+    /// Failed requests to the source since the start.
+    pub source_failures: u64,
+    /// A plan is in the maps.
+    pub ready: bool,
+    /// When it was made, in seconds since the epoch.
+    pub made: i64,
+}
+
+impl View {
+    pub(super) fn new<M: Maps>(
+        core: &Core<M>,
+        inputs: &Inputs,
+        sources: Vec<SourceStatus>,
+        (status_writes, source_failures): (u64, u64),
+        started: Timestamp,
+    ) -> Self {
+        let mut notices = BTreeMap::new();
+        for notice in core.events.lasting() {
+            *notices.entry(notice.reason).or_default() += 1;
+        }
+        let interfaces = interfaces(core, inputs);
+        let problems = problems(core, inputs, &sources, &interfaces);
+        let status = Status {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            abi: lbd_common::abi::ABI_VERSION,
+            pid: std::process::id(),
+            started: time(started),
+            config: core.config_status.clone(),
+            interfaces,
+            sources,
+            tables: Vec::new(),
+            apply: core.apply_status.clone(),
+            problems,
+        };
+        Self {
+            status,
+            events: core.events.all(),
+            plan: Arc::clone(&core.plan),
+            health: Arc::clone(&inputs.health),
+            hub: core.config.hub.name.clone(),
+            bpffs: core.config.datapath.bpffs.clone(),
+            counts: core.counts,
+            notices,
+            status_writes,
+            source_failures,
+            ready: core.ever,
+            made: Timestamp::now().as_second(),
+        }
+    }
+}
+
+fn role(config: &Config, interface: &str) -> &'static str {
+    let tenant = config.tenants.iter().any(|tenant| tenant.segment.interface == interface);
+    match (tenant, config.hub.segment.interface == interface) {
+        (true, true) => "tenant+hub",
+        (true, false) => "tenant",
+        (false, _) => "hub",
+    }
+}
+
+fn interfaces<M: Maps>(core: &Core<M>, inputs: &Inputs) -> Vec<InterfaceStatus> {
+    let attached = core.maps.attached();
+    let one = |name: &str| {
+        let facts = inputs.host.interfaces.get(name);
+        let mode = attached.iter().find(|attached| attached.interface == name).and_then(|attached| attached.mode);
+        InterfaceStatus {
+            name: name.to_owned(),
+            role: role(&core.config, name).to_owned(),
+            mode: mode.map_or("detached", |mode| mode.as_str()).to_owned(),
+            up: facts.is_some_and(|facts| facts.up),
+            mtu: facts.map_or(0, |facts| facts.mtu),
+        }
+    };
+    core.config.interfaces().into_iter().map(one).collect()
+}
+
+fn problems<M: Maps>(
+    core: &Core<M>,
+    inputs: &Inputs,
+    sources: &[SourceStatus],
+    interfaces: &[InterfaceStatus],
+) -> Vec<String> {
+    let mut problems = Vec::new();
+    if core.config_status.stale {
+        problems.push("config_stale: the last reload was refused".to_owned());
+    }
+    if let Some(error) = &core.apply_status.error {
+        problems.push(format!("apply_failed: {error}"));
+    }
+    for source in sources {
+        if source.state != "synced" && source.age_s.is_none_or(|age| age > SOURCE_GRACE) {
+            let error = source.error.as_deref().unwrap_or("no connection");
+            let age = source.age_s.map_or_else(String::new, |age| format!(" for {age} s"));
+            problems.push(format!("source_away: {} is {}{age}: {error}", source.name, source.state));
+        } else if source.state == "synced"
+            && let Some(error) = &source.error
+        {
+            problems.push(format!("source_error: {}: {error}", source.name));
+        }
+    }
+    for interface in interfaces {
+        if interface.mode == "detached" {
+            problems.push(format!("detached: lbd's program is not on {}", interface.name));
+        }
+        if !interface.up {
+            problems.push(format!("link_down: {} is down or has no carrier", interface.name));
+        }
+    }
+    let mut told = BTreeSet::new();
+    for notice in inputs.host_notices.iter().filter(|notice| told.insert(*notice)) {
+        problems.push(format!("{}: {}", notice.reason, notice.message));
+    }
+    for notice in core.plan.notices.iter().filter(|notice| ALARMS.contains(&notice.reason)) {
+        problems.push(format!("{}: {}", notice.reason, notice.message));
+    }
+    problems
+}
 
 /// Names of all ids in a plan.
 pub(crate) fn names(plan: &Plan, hub: &str) -> Names {
@@ -159,4 +305,29 @@ pub(crate) fn backends(plan: &Plan, health: &Health, now: i64) -> Vec<Backend> {
         }
     }
     all
+}
+
+/// Ids that are gone keep their last name, so that flows which outlive their frontend still have one.
+pub(crate) fn with_former(mut names: Names, former: Names) -> Names {
+    /// More than that are forgotten.
+    const KEPT: usize = 65_536;
+    for (id, label) in former.frontends {
+        if names.frontends.len() < KEPT {
+            names.frontends.entry(id).or_insert(label);
+        }
+    }
+    for (id, label) in former.tenants {
+        names.tenants.entry(id).or_insert(label);
+    }
+    names
+}
+
+/// Labels of a frontend's metrics.
+pub(crate) fn labels(plan: &Plan, address: &FrontendAddress, frontend: &FrontendPlan) -> Vec<(&'static str, String)> {
+    vec![
+        ("tenant", tenant(plan, frontend)),
+        ("service", label(frontend)),
+        ("vip", vip(address)),
+        ("proto", address.protocol.as_str().to_owned()),
+    ]
 }

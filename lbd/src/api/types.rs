@@ -322,6 +322,8 @@ pub mod reload_outcome {
     pub const INVALID: &str = "invalid";
     /// Something changed that only a restart can change.
     pub const RESTART: &str = "restart_required";
+    /// Something changed that only a migration of the maps can change.
+    pub const MIGRATION: &str = "migration_required";
     /// Live flows would be cut, and that was not accepted.
     pub const LOSS: &str = "loss_not_accepted";
     /// The host or the datapath refused.

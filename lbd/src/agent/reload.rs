@@ -1,0 +1,282 @@
+//! Reload: all or nothing.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::path::Path;
+use std::sync::Arc;
+
+use jiff::Timestamp;
+
+use super::core::{Core, Inputs, Maps};
+use super::events::time;
+use crate::api::types::{ReloadReply, ReloadRequest, reload_outcome};
+use crate::config::{self, Config};
+use crate::dataplane::FlowPair;
+use crate::flows::State;
+use crate::ipam::Ipam;
+use crate::plan::Planner;
+use crate::plan::model::{FrontendPlan, Plan, Reset};
+
+/// Lines of changes that a reply carries at most.
+const SHOWN: usize = 200;
+
+impl<M: Maps> Core<M> {
+    /// Takes over the configuration file, if it may be. Nothing changes unless all of it can.
+    pub(crate) fn reload(
+        &mut self,
+        path: &Path,
+        request: ReloadRequest,
+        inputs: &Inputs,
+        now: Timestamp,
+    ) -> ReloadReply {
+        let reply = self.try_reload(path, request, inputs, now);
+        if request.dry_run {
+            return reply;
+        }
+        match reply.outcome.as_str() {
+            reload_outcome::APPLIED | reload_outcome::UNCHANGED => {
+                self.config_status.stale = false;
+                self.config_status.error = None;
+                self.counts.reloads += 1;
+                let text = format!("{}: {}", self.config_status.file, reply.outcome);
+                self.tell(false, "Reloaded", &text, now);
+            }
+            _ => {
+                self.config_status.stale = true;
+                self.config_status.error.clone_from(&reply.error);
+                self.counts.reloads_refused += 1;
+                let first = reply.error.as_deref().and_then(|text| text.lines().next()).unwrap_or_default();
+                let text =
+                    format!("reload refused ({}), the last configuration stays in force: {first}", reply.outcome);
+                self.tell(true, "ReloadRefused", &text, now);
+            }
+        }
+        reply
+    }
+
+    fn try_reload(&mut self, path: &Path, request: ReloadRequest, inputs: &Inputs, now: Timestamp) -> ReloadReply {
+        let new = match config::load(path) {
+            Ok(new) => new,
+            Err(error) => return refused(reload_outcome::INVALID, error.report()),
+        };
+        if new == *self.config {
+            return ReloadReply { outcome: reload_outcome::UNCHANGED.to_owned(), ..ReloadReply::default() };
+        }
+        if let Some((outcome, why)) = beyond_reload(&self.config, &new) {
+            return refused(outcome, why);
+        }
+        if !self.may_act(inputs) {
+            let why = "no complete list of Services has come yet, so it can't be seen what the new configuration would cut: \
+                       try again when `lbctl status` shows the source as synced";
+            return refused(reload_outcome::FAILED, why.to_owned());
+        }
+        let mut ipam = Ipam::new(self.ipam.record().clone());
+        let mut planner = Planner::new(self.planner.ids().clone());
+        let assignments = ipam.assign(&new, &inputs.inventory, &inputs.host, &inputs.taken, now.as_second());
+        let plan = planner.plan(&new, &inputs.inventory, &assignments, &inputs.health, &inputs.host);
+        let mut changes = changes(&self.plan, &plan);
+        if changes.is_empty() {
+            changes.push("settings only: no frontend changes".to_owned());
+        }
+        let cuts = Cuts::of(&self.plan, &plan);
+        let flows_cut = if cuts.is_empty() {
+            0
+        } else {
+            match self.maps.flows(&self.config) {
+                Ok(flows) => flows.iter().filter(|flow| cuts.hits(flow)).count() as u64,
+                Err(error) => return refused(reload_outcome::FAILED, format!("cannot count live flows: {error}")),
+            }
+        };
+        let reply = |outcome: &str, error: Option<String>| ReloadReply {
+            outcome: outcome.to_owned(),
+            error,
+            changes: changes.clone(),
+            flows_cut,
+        };
+        if flows_cut > 0 && !request.accept_loss {
+            let why = format!(
+                "{flows_cut} live flows would be cut: {}; `lbctl reload --accept-loss` cuts them, `lbctl flows` shows them",
+                cuts.names.join(", ")
+            );
+            return reply(reload_outcome::LOSS, Some(why));
+        }
+        if request.dry_run {
+            return reply(reload_outcome::WOULD_APPLY, None);
+        }
+        if let Err(error) = self.maps.reconfigure(&new) {
+            return reply(reload_outcome::FAILED, Some(error.to_string()));
+        }
+        self.config_status.loaded = time(now);
+        self.config = Arc::new(new);
+        self.ipam = ipam;
+        self.planner = planner;
+        self.assignments = Arc::new(assignments);
+        self.keep_records(now);
+        // If the maps can't take all of it now, the main loop goes on trying: the new configuration is in force.
+        self.apply(plan, now);
+        reply(reload_outcome::APPLIED, None)
+    }
+}
+
+fn refused(outcome: &str, error: String) -> ReloadReply {
+    ReloadReply { outcome: outcome.to_owned(), error: Some(error), ..ReloadReply::default() }
+}
+
+/// What a reload cannot change.
+fn beyond_reload(old: &Config, new: &Config) -> Option<(&'static str, String)> {
+    let mut migration = Vec::new();
+    let mut restart = Vec::new();
+    let look = |list: &mut Vec<String>, key: &str, differs: bool| {
+        if differs {
+            let place = new.origin.position(key).map(|position| format!("{}:{position}: ", new.origin.file));
+            list.push(format!("{}{key}", place.unwrap_or_default()));
+        }
+    };
+    look(&mut migration, "datapath.max_flows", old.datapath.max_flows != new.datapath.max_flows);
+    look(&mut migration, "datapath.max_flows_v6", old.datapath.max_flows_v6 != new.datapath.max_flows_v6);
+    look(&mut migration, "datapath.bpffs", old.datapath.bpffs != new.datapath.bpffs);
+    look(&mut restart, "datapath.mode", old.datapath.mode != new.datapath.mode);
+    look(&mut restart, "datapath.mss_clamp", old.datapath.mss_clamp != new.datapath.mss_clamp);
+    look(&mut restart, "hubs[0].interface", old.hub.segment != new.hub.segment);
+    look(&mut restart, "hubs[0].kubernetes", old.hub.kubernetes != new.hub.kubernetes);
+    look(&mut restart, "state_dir", old.state_dir != new.state_dir);
+    look(&mut restart, "socket", old.socket != new.socket);
+    look(&mut restart, "metrics", old.metrics != new.metrics);
+    if old.interfaces() != new.interfaces() {
+        let (before, after) = (old.interfaces(), new.interfaces());
+        let changed: Vec<&str> = before.symmetric_difference(&after).copied().collect();
+        restart.push(format!("the set of interfaces ({})", changed.join(", ")));
+    }
+    if !migration.is_empty() {
+        let why = format!(
+            "a migration of the maps is required to change {}: stop the agent, run `lbd detach` (connections are lost), \
+             start again",
+            migration.join(", ")
+        );
+        return Some((reload_outcome::MIGRATION, why));
+    }
+    if !restart.is_empty() {
+        let why = format!(
+            "a restart of the agent is required to change {} (`systemctl restart lbd`; traffic goes on meanwhile)",
+            restart.join(", ")
+        );
+        return Some((reload_outcome::RESTART, why));
+    }
+    None
+}
+
+fn name(frontend: &FrontendPlan) -> String {
+    frontend.service.as_ref().map_or_else(|| frontend.name.clone(), ToString::to_string)
+}
+
+/// What differs between two plans, one line each.
+fn changes(old: &Plan, new: &Plan) -> Vec<String> {
+    let mut lines = Vec::new();
+    let tenant = |plan: &Plan, id| plan.tenants.get(&id).map_or_else(String::new, |tenant| tenant.name.clone());
+    let describe = |plan: &Plan, sign: char, what: &str| {
+        let frontends = plan.frontends.iter().map(|(address, frontend)| {
+            let socket = SocketAddr::new(address.vip, address.port);
+            let line = format!(
+                "{sign} {what} {} {socket}/{} of tenant {}",
+                name(frontend),
+                address.protocol.as_str(),
+                tenant(plan, frontend.tenant)
+            );
+            (*address, line)
+        });
+        frontends.collect::<BTreeMap<_, _>>()
+    };
+    let (before, after) = (describe(old, '-', "frontend"), describe(new, '+', "frontend"));
+    lines.extend(
+        before.iter().filter(|(address, _)| !new.frontends.contains_key(address)).map(|(_, line)| line.clone()),
+    );
+    lines
+        .extend(after.iter().filter(|(address, _)| !old.frontends.contains_key(address)).map(|(_, line)| line.clone()));
+    let changed = describe(new, '~', "frontend");
+    for (address, line) in changed {
+        let (Some(a), Some(b)) = (old.frontends.get(&address), new.frontends.get(&address)) else { continue };
+        // Where the table stands and which id it has say nothing to an operator.
+        let same = FrontendPlan { table: b.table, id: b.id, ..a.clone() } == *b;
+        if !same {
+            lines.push(line);
+        }
+    }
+    for (id, before) in &old.tenants {
+        match new.tenants.get(id) {
+            None => lines.push(format!("- tenant {}", before.name)),
+            Some(after) if after != before => lines.push(format!("~ tenant {}", after.name)),
+            Some(_) => {}
+        }
+    }
+    lines.extend(
+        new.tenants.iter().filter(|(id, _)| !old.tenants.contains_key(id)).map(|(_, t)| format!("+ tenant {}", t.name)),
+    );
+    if lines.len() > SHOWN {
+        let more = lines.len() - SHOWN;
+        lines.truncate(SHOWN);
+        lines.push(format!("… and {more} more"));
+    }
+    lines
+}
+
+/// Flows that a plan ends.
+#[derive(Debug, Default)]
+struct Cuts {
+    /// By frontend id.
+    frontends: Vec<u16>,
+    resets: Vec<Reset>,
+    /// What they are, for an operator.
+    names: Vec<String>,
+}
+
+impl Cuts {
+    fn of(old: &Plan, new: &Plan) -> Self {
+        let mut cuts = Self::default();
+        for (address, frontend) in &old.frontends {
+            if !new.frontends.values().any(|other| other.id == frontend.id) {
+                cuts.frontends.push(frontend.id);
+                cuts.names.push(format!("{} at {}", name(frontend), SocketAddr::new(address.vip, address.port)));
+            }
+        }
+        for reset in new.resets.difference(&old.resets) {
+            cuts.names.push(match reset {
+                Reset::Frontend(id) | Reset::Backend { frontend: id, .. } => {
+                    let named = old.frontends.values().find(|frontend| frontend.id == *id);
+                    named.map_or_else(|| format!("frontend #{id}"), name)
+                }
+                Reset::Address(_, address) => format!("backend {address}"),
+                Reset::Target { port, .. } => format!("backend port {port}"),
+            });
+            cuts.resets.push(reset.clone());
+        }
+        cuts.names.sort();
+        cuts.names.dedup();
+        cuts
+    }
+
+    fn is_empty(&self) -> bool {
+        self.frontends.is_empty() && self.resets.is_empty()
+    }
+
+    fn hits(&self, flow: &FlowPair) -> bool {
+        // What is closed or reset loses nothing.
+        if !matches!(State::of(flow.forward.state), Some(State::Established | State::Closing)) {
+            return false;
+        }
+        let half = &flow.forward;
+        let backend = half.to.destination();
+        self.frontends.contains(&half.frontend)
+            || self.resets.iter().any(|reset| match reset {
+                Reset::Frontend(id) => half.frontend == *id,
+                Reset::Backend { frontend, backend } => half.frontend == *frontend && half.backend() == *backend,
+                Reset::Address(segment, address) => flow.backend_segment == *segment && *address == *backend.ip(),
+                Reset::Target { segment, protocol, address, port, keep } => {
+                    flow.backend_segment == *segment
+                        && flow.key.protocol == *protocol
+                        && address.is_none_or(|address| address == *backend.ip())
+                        && *port == backend.port()
+                        && !keep.contains(&half.frontend)
+                }
+            })
+    }
+}

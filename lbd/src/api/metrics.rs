@@ -1,0 +1,261 @@
+//! Metrics: everything is read when somebody asks, from the agent's last view and from the maps.
+
+use std::fmt;
+use std::sync::Arc;
+
+use lbd_common::reason::{Reason, Verdict};
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::registry::{Registry, Unit};
+use tokio::sync::watch;
+
+use crate::agent::view::{self, Tally, View};
+use crate::dataplane::Pins;
+
+/// What is served at `/metrics`.
+#[derive(Debug)]
+pub(super) struct Metrics {
+    registry: Registry,
+}
+
+impl Metrics {
+    pub(super) fn new(views: watch::Receiver<Arc<View>>) -> Self {
+        let mut registry = Registry::with_prefix("lbd");
+        registry.register_collector(Box::new(Everything { views }));
+        Self { registry }
+    }
+
+    /// OpenMetrics text.
+    pub(super) fn encode(&self) -> Result<String, fmt::Error> {
+        let mut text = String::new();
+        prometheus_client::encoding::text::encode(&mut text, &self.registry)?;
+        Ok(text)
+    }
+}
+
+#[derive(Debug)]
+struct Everything {
+    views: watch::Receiver<Arc<View>>,
+}
+
+type Labels = Vec<(&'static str, String)>;
+
+/// One metric with all its label sets. Nothing is written if there are none.
+fn counter(
+    encoder: &mut DescriptorEncoder<'_>,
+    name: &str,
+    help: &str,
+    unit: Option<&Unit>,
+    values: impl IntoIterator<Item = (Labels, u64)>,
+) -> fmt::Result {
+    let mut values = values.into_iter().peekable();
+    if values.peek().is_none() {
+        return Ok(());
+    }
+    let mut metric = encoder.encode_descriptor(name, help, unit, MetricType::Counter)?;
+    for (labels, value) in values {
+        metric.encode_family(&labels)?.encode_counter::<NoLabelSet, _, u64>(&value, None)?;
+    }
+    Ok(())
+}
+
+fn gauge(
+    encoder: &mut DescriptorEncoder<'_>,
+    name: &str,
+    help: &str,
+    unit: Option<&Unit>,
+    values: impl IntoIterator<Item = (Labels, f64)>,
+) -> fmt::Result {
+    let mut values = values.into_iter().peekable();
+    if values.peek().is_none() {
+        return Ok(());
+    }
+    let mut metric = encoder.encode_descriptor(name, help, unit, MetricType::Gauge)?;
+    for (labels, value) in values {
+        metric.encode_family(&labels)?.encode_gauge(&value)?;
+    }
+    Ok(())
+}
+
+fn one<T>(value: T) -> [(Labels, T); 1] {
+    [(Labels::new(), value)]
+}
+
+fn truth(value: bool) -> f64 {
+    if value { 1.0 } else { 0.0 }
+}
+
+impl Collector for Everything {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let view = Arc::clone(&self.views.borrow());
+        agent(&mut encoder, &view)?;
+        plan(&mut encoder, &view)?;
+        // Without readable maps there is nothing to count; `lbd_datapath_readable` says so.
+        let pins = Pins::open(&view.bpffs);
+        let readable = truth(pins.is_ok());
+        gauge(&mut encoder, "datapath_readable", "The pinned maps can be read", None, one(readable))?;
+        match pins {
+            Ok(pins) => datapath(&mut encoder, &view, &pins),
+            Err(_) => Ok(()),
+        }
+    }
+}
+
+fn agent(encoder: &mut DescriptorEncoder<'_>, view: &View) -> fmt::Result {
+    let status = &view.status;
+    let build = vec![("version", status.version.clone()), ("abi", status.abi.to_string())];
+    gauge(encoder, "build_info", "Version of the agent and of the map ABI", None, [(build, 1.0)])?;
+    let stale = truth(status.config.stale);
+    gauge(encoder, "config_stale", "The configuration file is not what is in force", None, one(stale))?;
+    let results =
+        |ok: u64, not: u64| [(vec![("result", "ok".to_owned())], ok), (vec![("result", "refused".to_owned())], not)];
+    let reloads = results(view.counts.reloads, view.counts.reloads_refused);
+    counter(encoder, "config_reloads", "Reloads of the configuration file", None, reloads)?;
+    let applies = [
+        (vec![("result", "ok".to_owned())], status.apply.applied),
+        (vec![("result", "failed".to_owned())], status.apply.failed),
+    ];
+    counter(encoder, "applies", "Changes of the datapath", None, applies)?;
+    let failing = truth(status.apply.error.is_some());
+    gauge(encoder, "apply_failing", "The last change of the datapath failed and is tried again", None, one(failing))?;
+    let writes = view.counts.map_writes;
+    counter(encoder, "map_writes", "Map elements written or deleted by the agent", None, one(writes))?;
+    let reset = view.counts.flows_reset;
+    counter(encoder, "flows_reset", "Flows removed because their backend is gone or another's", None, one(reset))?;
+    gauge(encoder, "problems", "What `lbctl status` shows as problems", None, one(status.problems.len() as f64))?;
+    let notices = view.notices.iter().map(|(reason, count)| (vec![("reason", (*reason).to_owned())], *count as f64));
+    gauge(encoder, "notices", "Notices that last, by reason", None, notices)?;
+    let synced = status.sources.iter().map(|source| (source_label(&source.name), truth(source.state == "synced")));
+    gauge(encoder, "source_synced", "The source is connected and current", None, synced)?;
+    let ages = status.sources.iter().filter_map(|source| Some((source_label(&source.name), source.age_s? as f64)));
+    gauge(encoder, "source_age", "Time since the source was last known to be current", Some(&Unit::Seconds), ages)?;
+    counter(encoder, "source_failures", "Failed requests to the source", None, one(view.source_failures))?;
+    counter(encoder, "status_writes", "Writes of Service statuses", None, one(view.status_writes))?;
+    let attached = status.interfaces.iter().map(|interface| {
+        let labels = vec![
+            ("interface", interface.name.clone()),
+            ("role", interface.role.clone()),
+            ("mode", interface.mode.clone()),
+        ];
+        (labels, truth(interface.mode != "detached"))
+    });
+    gauge(encoder, "interface_attached", "The program is on the interface", None, attached)
+}
+
+fn source_label(name: &str) -> Labels {
+    vec![("source", name.to_owned())]
+}
+
+fn plan(encoder: &mut DescriptorEncoder<'_>, view: &View) -> fmt::Result {
+    let tallies: Vec<_> = view
+        .plan
+        .frontends
+        .iter()
+        .map(|(address, frontend)| {
+            let labels = view::labels(&view.plan, address, frontend);
+            (labels, Tally::of(frontend, &view.health))
+        })
+        .collect();
+    type Value = fn(&Tally) -> u32;
+    let gauges: [(&str, &str, Value); 4] = [
+        ("frontend_backends", "Backends of a frontend", |tally| tally.all),
+        ("frontend_backends_up", "Backends of a frontend that pass their probe", |tally| tally.up),
+        ("frontend_backends_down", "Backends of a frontend that fail their probe", |tally| tally.down),
+        ("frontend_backends_serving", "Backends of a frontend that get new connections", |tally| tally.serving),
+    ];
+    for (name, help, value) in gauges {
+        let values = tallies.iter().map(|(labels, tally)| (labels.clone(), f64::from(value(tally))));
+        gauge(encoder, name, help, None, values)?;
+    }
+    Ok(())
+}
+
+fn datapath(encoder: &mut DescriptorEncoder<'_>, view: &View, pins: &Pins) -> fmt::Result {
+    let tenant = |index: u16| match view.plan.tenants.get(&index) {
+        Some(tenant) => tenant.name.clone(),
+        None if index == 0 => String::new(),
+        None => format!("#{index}"),
+    };
+    if let Ok(tenants) = pins.tenants() {
+        let used = tenants.iter().map(|(&id, (_, used))| (vec![("tenant", tenant(id))], used.flows as f64));
+        gauge(encoder, "flows", "Live flows", None, used)?;
+        let limits = tenants.iter().map(|(&id, (limit, _))| (vec![("tenant", tenant(id))], f64::from(limit.max_flows)));
+        gauge(encoder, "flows_limit", "Live flows that the tenant may have, 0 = no limit", None, limits)?;
+        let total = tenants.iter().map(|(&id, (_, used))| (vec![("tenant", tenant(id))], used.total));
+        counter(encoder, "flows_accepted", "Connections accepted", None, total)?;
+    }
+    if let Ok(reasons) = pins.reasons() {
+        let values = reasons.iter().filter_map(|(&(id, number), &count)| {
+            let reason = Reason::from_number(number.into())?;
+            let verdict = match reason.verdict() {
+                Verdict::Drop => "drop",
+                Verdict::Pass => "pass",
+                Verdict::Reject => "reject",
+                Verdict::Answer => "answer",
+            };
+            let labels =
+                vec![("reason", reason.name().to_owned()), ("verdict", verdict.to_owned()), ("tenant", tenant(id))];
+            Some((labels, count))
+        });
+        counter(encoder, "packets_not_forwarded", "Packets not forwarded, by reason", None, values)?;
+    }
+    if let Ok(counters) = pins.frontend_counters() {
+        let labelled: Vec<_> = view
+            .plan
+            .frontends
+            .iter()
+            .filter_map(|(address, frontend)| {
+                Some((view::labels(&view.plan, address, frontend), *counters.get(&frontend.id)?))
+            })
+            .collect();
+        let both = |pick: fn(&lbd_common::abi::FrontendCounters) -> [u64; 2]| {
+            let mut values = Vec::with_capacity(labelled.len() * 2);
+            for (labels, counters) in &labelled {
+                for (direction, value) in ["in", "out"].into_iter().zip(pick(counters)) {
+                    let mut labels = labels.clone();
+                    labels.push(("direction", direction.to_owned()));
+                    values.push((labels, value));
+                }
+            }
+            values
+        };
+        let packets = both(|counters| [counters.in_packets, counters.out_packets]);
+        counter(encoder, "frontend_packets", "Packets forwarded; in = client to backend", None, packets)?;
+        let bytes = both(|counters| [counters.in_bytes, counters.out_bytes]);
+        let help = "Bytes of IP packets forwarded; in = client to backend";
+        counter(encoder, "frontend_traffic", help, Some(&Unit::Bytes), bytes)?;
+        let flows = labelled.iter().map(|(labels, counters)| (labels.clone(), counters.flows));
+        counter(encoder, "frontend_flows", "Connections accepted", None, flows)?;
+        let refused = labelled.iter().map(|(labels, counters)| (labels.clone(), counters.refused));
+        counter(encoder, "frontend_refused", "Connections refused by lbd", None, refused)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::api::types::{ConfigStatus, Status};
+
+    #[test]
+    fn metrics_are_openmetrics() {
+        let view = View {
+            status: Status { config: ConfigStatus { stale: true, ..ConfigStatus::default() }, ..Status::default() },
+            notices: [("ForeignAddress", 2)].into(),
+            ..View::default()
+        };
+        let (_sender, views) = watch::channel(Arc::new(view));
+        let text = Metrics::new(views).encode().unwrap();
+        for line in [
+            "# TYPE lbd_config_stale gauge",
+            "lbd_config_stale 1.0",
+            "lbd_applies_total{result=\"failed\"} 0",
+            "lbd_notices{reason=\"ForeignAddress\"} 2.0",
+            "lbd_datapath_readable 0.0",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} is missing in:\n{text}");
+        }
+        assert!(text.ends_with("# EOF\n"), "{text}");
+    }
+}

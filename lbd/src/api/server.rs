@@ -1,0 +1,245 @@
+//! HTTP on the Unix socket and on the metrics address.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::extract::State;
+use axum::http::{HeaderValue, StatusCode, Uri, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use jiff::Timestamp;
+use tokio::net::{TcpListener, UnixListener};
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::task::{AbortHandle, JoinSet};
+
+use super::metrics::Metrics;
+use super::types::{ApiError, Backend, Event, Names, ReloadReply, ReloadRequest, Service, Status, paths};
+use crate::agent::AgentError;
+use crate::agent::view::{self, View};
+use crate::config::Config;
+
+/// Group that may use the socket, if it exists.
+const GROUP: &str = "lbd";
+/// How long the main loop may be silent before the agent counts as stuck.
+const STUCK: i64 = 30;
+
+/// A reload that somebody has asked for.
+pub(crate) struct ReloadCall {
+    /// What is asked.
+    pub request: ReloadRequest,
+    /// Where the answer goes.
+    pub reply: oneshot::Sender<ReloadReply>,
+}
+
+#[derive(Clone)]
+struct Shared {
+    views: watch::Receiver<Arc<View>>,
+    reloads: mpsc::Sender<ReloadCall>,
+    metrics: Arc<Metrics>,
+}
+
+impl Shared {
+    fn view(&self) -> Arc<View> {
+        Arc::clone(&self.views.borrow())
+    }
+}
+
+/// Open sockets that nobody serves yet.
+pub(crate) struct Api {
+    socket: UnixListener,
+    path: PathBuf,
+    metrics: TcpListener,
+    shared: Shared,
+}
+
+/// Sockets being served.
+pub(crate) struct Serving {
+    tasks: Vec<AbortHandle>,
+    path: PathBuf,
+}
+
+impl Serving {
+    /// Ends it.
+    pub(crate) fn stop(self) {
+        for task in self.tasks {
+            task.abort();
+        }
+        // The next agent replaces what can't be removed.
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+impl Api {
+    /// Opens the sockets. The state directory's lock is held: a socket file that is there is a left-over.
+    pub(crate) async fn bind(
+        config: &Config,
+        views: watch::Receiver<Arc<View>>,
+        reloads: mpsc::Sender<ReloadCall>,
+    ) -> Result<Self, AgentError> {
+        let socket = bind_unix(&config.socket).map_err(|source| AgentError::Listen {
+            address: config.socket.display().to_string(),
+            source,
+            remedy: "correct `socket` in the configuration, or remove what is there",
+        })?;
+        let metrics = TcpListener::bind(config.metrics).await.map_err(|source| AgentError::Listen {
+            address: config.metrics.to_string(),
+            source,
+            remedy: "correct `metrics` in the configuration, or stop who listens there",
+        })?;
+        let shared = Shared { metrics: Arc::new(Metrics::new(views.clone())), views, reloads };
+        Ok(Self { socket, path: config.socket.clone(), metrics, shared })
+    }
+
+    /// Answers in the background.
+    pub(crate) fn serve(self) -> Serving {
+        let local = Router::new()
+            .route(paths::STATUS, get(status))
+            .route(paths::SERVICES, get(services))
+            .route(paths::BACKENDS, get(backends))
+            .route(paths::EVENTS, get(events))
+            .route(paths::NAMES, get(names))
+            .route(paths::RELOAD, post(reload))
+            .fallback(unknown)
+            .with_state(self.shared.clone());
+        let public = Router::new()
+            .route("/metrics", get(metrics))
+            .route("/healthz", get(healthz))
+            .route("/readyz", get(readyz))
+            .with_state(self.shared);
+        let mut tasks = JoinSet::new();
+        let handles = vec![
+            // Neither ends by itself: errors of single connections are the client's.
+            tasks.spawn(async move { axum::serve(self.socket, local).await }),
+            tasks.spawn(async move { axum::serve(self.metrics, public).await }),
+        ];
+        tasks.detach_all();
+        Serving { tasks: handles, path: self.path }
+    }
+}
+
+fn bind_unix(path: &Path) -> io::Result<UnixListener> {
+    if let Some(directory) = path.parent().filter(|directory| !directory.as_os_str().is_empty()) {
+        fs::DirBuilder::new().recursive(true).mode(0o755).create(directory)?;
+    }
+    match fs::symlink_metadata(path) {
+        Ok(found) if found.file_type().is_socket() => fs::remove_file(path)?,
+        Ok(_) => return Err(io::Error::new(io::ErrorKind::AlreadyExists, "there is something that is no socket")),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        Err(error) => return Err(error),
+    }
+    // Nobody but the owner may connect until group and mode are right.
+    let before = nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o177));
+    let bound = std::os::unix::net::UnixListener::bind(path);
+    nix::sys::stat::umask(before);
+    let listener = bound?;
+    match nix::unistd::Group::from_name(GROUP) {
+        Ok(Some(group)) => {
+            if let Err(error) = std::os::unix::fs::chown(path, None, Some(group.gid.as_raw())) {
+                tracing::warn!(%error, "the socket could not be given to group {GROUP}");
+            }
+        }
+        Ok(None) => tracing::debug!("there is no group {GROUP}: only root can use the socket"),
+        Err(error) => tracing::warn!(%error, "group {GROUP} could not be looked up"),
+    }
+    fs::set_permissions(path, fs::Permissions::from_mode(0o660))?;
+    listener.set_nonblocking(true)?;
+    UnixListener::from_std(listener)
+}
+
+async fn status(State(shared): State<Shared>) -> Json<Status> {
+    Json(shared.view().status.clone())
+}
+
+/// Lists can be long: they are made beside the threads that answer.
+async fn made<T: Send + 'static>(make: impl FnOnce() -> T + Send + 'static) -> Result<Json<T>, Failure> {
+    match tokio::task::spawn_blocking(make).await {
+        Ok(value) => Ok(Json(value)),
+        Err(error) => Err(Failure(StatusCode::INTERNAL_SERVER_ERROR, error.to_string())),
+    }
+}
+
+async fn services(State(shared): State<Shared>) -> Result<Json<Vec<Service>>, Failure> {
+    let view = shared.view();
+    made(move || view::services(&view.plan, &view.health)).await
+}
+
+async fn backends(State(shared): State<Shared>) -> Result<Json<Vec<Backend>>, Failure> {
+    let view = shared.view();
+    made(move || view::backends(&view.plan, &view.health, Timestamp::now().as_second())).await
+}
+
+async fn names(State(shared): State<Shared>) -> Result<Json<Names>, Failure> {
+    let view = shared.view();
+    made(move || view::names(&view.plan, &view.hub)).await
+}
+
+async fn events(State(shared): State<Shared>) -> Json<Vec<Event>> {
+    Json(shared.view().events.clone())
+}
+
+async fn reload(
+    State(shared): State<Shared>,
+    Json(request): Json<ReloadRequest>,
+) -> Result<Json<ReloadReply>, Failure> {
+    let stopping = || Failure(StatusCode::SERVICE_UNAVAILABLE, "the agent is stopping".to_owned());
+    let (reply, answer) = oneshot::channel();
+    shared.reloads.send(ReloadCall { request, reply }).await.map_err(|_| stopping())?;
+    Ok(Json(answer.await.map_err(|_| stopping())?))
+}
+
+async fn unknown(uri: Uri) -> Failure {
+    Failure(StatusCode::NOT_FOUND, format!("this agent knows no {}: is lbctl of another version?", uri.path()))
+}
+
+async fn metrics(State(shared): State<Shared>) -> Response {
+    match tokio::task::spawn_blocking(move || shared.metrics.encode()).await {
+        Ok(Ok(text)) => {
+            let kind = HeaderValue::from_static("application/openmetrics-text; version=1.0.0; charset=utf-8");
+            ([(header::CONTENT_TYPE, kind)], text).into_response()
+        }
+        Ok(Err(error)) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
+        Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
+    }
+}
+
+fn stuck(view: &View) -> bool {
+    Timestamp::now().as_second().saturating_sub(view.made) > STUCK
+}
+
+async fn healthz(State(shared): State<Shared>) -> Response {
+    if stuck(&shared.view()) {
+        (StatusCode::SERVICE_UNAVAILABLE, "the main loop is stuck\n").into_response()
+    } else {
+        "ok\n".into_response()
+    }
+}
+
+async fn readyz(State(shared): State<Shared>) -> Response {
+    let view = shared.view();
+    if stuck(&view) {
+        (StatusCode::SERVICE_UNAVAILABLE, "the main loop is stuck\n").into_response()
+    } else if !view.ready {
+        (StatusCode::SERVICE_UNAVAILABLE, "no plan is in the datapath yet\n").into_response()
+    } else if let Some(error) = &view.status.apply.error {
+        (StatusCode::SERVICE_UNAVAILABLE, format!("the datapath can't be changed: {error}\n")).into_response()
+    } else {
+        "ok\n".into_response()
+    }
+}
+
+/// An answer that is not a success.
+struct Failure(StatusCode, String);
+
+impl IntoResponse for Failure {
+    fn into_response(self) -> Response {
+        // Give a client that hammers a failing path a moment.
+        const RETRY: Duration = Duration::from_secs(1);
+        let retry = [(header::RETRY_AFTER, HeaderValue::from(RETRY.as_secs()))];
+        (self.0, retry, Json(ApiError { error: self.1 })).into_response()
+    }
+}
