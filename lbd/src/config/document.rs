@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 
-use serde_saphyr::granit_parser::{Event, Options, Parser, ScalarStyle, Span};
+use serde_saphyr::granit_parser::{Event, Marker, Options, Parser, ScalarStyle, Span};
 
 use super::error::{Mistake, Position, quote};
 
@@ -116,7 +116,7 @@ impl<'a> Composer<'a> {
                 let info = error.info();
                 let info = if info.is_empty() { format!("{:?}", error.kind()) } else { info };
                 Err(Mistake::new(
-                    Position { line: marker.line().max(1), column: marker.col() + 1 },
+                    place(*marker),
                     format!(
                         "this is not YAML: {info}: correct the text here or just before (indentation, a quote or a bracket that is not closed)"
                     ),
@@ -135,6 +135,7 @@ impl<'a> Composer<'a> {
             ));
         }
         if event.tag().is_some() {
+            let at = span.tag_start().map_or(at, place);
             return Err(Mistake::new(
                 at,
                 "this value has a YAML tag (`!…`), and no key of this file takes one: remove the tag",
@@ -248,5 +249,9 @@ impl<'a> Composer<'a> {
 }
 
 fn position(span: Span) -> Position {
-    Position { line: span.start.line().max(1), column: span.start.col() + 1 }
+    place(span.start)
+}
+
+fn place(marker: Marker) -> Position {
+    Position { line: marker.line().max(1), column: marker.col() + 1 }
 }

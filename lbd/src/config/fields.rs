@@ -316,7 +316,7 @@ impl<'a> Item<'a> {
             IpAddr::V4(v4) if v4.octets()[0] >= 240 => "a reserved address",
             IpAddr::V4(_) | IpAddr::V6(_) => return Ok(()),
         };
-        Err(self.wrong(format!("{text} is {what}, which no host has: write another one")))
+        Err(self.wrong(format!("{text} is {what}, which cannot stand here: write another one")))
     }
 
     /// An address with its prefix length.
@@ -573,7 +573,7 @@ pub(super) fn show_duration(duration: Duration) -> String {
         // 24h is how people say it; days only from two on.
         let number = if unit == "d" && rest < 2 * milliseconds { 0 } else { rest / milliseconds };
         if number > 0 {
-            shown.push_str(&format!("{number}{unit}"));
+            shown = format!("{shown}{number}{unit}");
             rest -= number * milliseconds;
         }
     }

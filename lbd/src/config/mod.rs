@@ -3,7 +3,9 @@
 mod document;
 mod error;
 mod fields;
+mod host;
 mod read;
+mod reload;
 mod unsupported;
 mod validate;
 
@@ -19,6 +21,8 @@ use ipnet::IpNet;
 
 use self::error::Mistake;
 pub use self::error::{ConfigError, Origin, Position};
+pub use self::host::{Problem, Severity, check_host};
+pub use self::reload::{changes_needing_restart, loss};
 
 /// A validated configuration. Everything that the file alone can prove wrong has been refused.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -233,6 +237,25 @@ pub struct Claim {
     pub service_labels: BTreeMap<String, String>,
     /// Limits for Services that guests made.
     pub guest: Guest,
+}
+
+impl fmt::Display for Claim {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let labels = |labels: &BTreeMap<String, String>| {
+            labels.iter().map(|(key, value)| format!("{key}={value}")).collect::<Vec<_>>().join(",")
+        };
+        let mut parts = Vec::new();
+        if !self.namespaces.is_empty() {
+            parts.push(format!("in namespaces {}", self.namespaces.join(", ")));
+        }
+        if !self.namespace_labels.is_empty() {
+            parts.push(format!("in namespaces with {}", labels(&self.namespace_labels)));
+        }
+        if !self.service_labels.is_empty() {
+            parts.push(format!("with {}", labels(&self.service_labels)));
+        }
+        formatter.write_str(&parts.join(" "))
+    }
 }
 
 /// Limits for Services that a guest cluster made.

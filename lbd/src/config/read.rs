@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use ipnet::IpNet;
 
-use super::document::Node;
-use super::error::{Position, quote};
+use super::document::{Node, Value};
+use super::error::{Mistake, Position, quote};
 use super::fields::{Item, Object, Positions, Result, is_label_key, show_duration};
 use super::unsupported::Unsupported;
 use super::{
@@ -95,17 +95,19 @@ fn version(root: &Item<'_>) -> Result<()> {
             root.wrong("the file is not a map: write `version: 1`, `hubs: …` and `tenants: …`, each on its line")
         );
     }
-    let Some((_, node)) = root.entries()?.iter().find(|(key, _)| key.text == "version") else {
+    let Some((key, node)) = root.entries()?.iter().find(|(key, _)| key.text == "version") else {
         return Err(root.wrong("`version` is missing: write `version: 1`"));
     };
-    let version = Item::root(node, &RefCell::new(BTreeMap::new())).scalar().unwrap_or_default().to_owned();
-    if version == "1" {
-        return Ok(());
+    match &node.value {
+        Value::Scalar { text, .. } if text == "1" => Ok(()),
+        Value::Scalar { .. } if node.is_null() => {
+            Err(Mistake::new(key.at, "version: has no value: write `version: 1`"))
+        }
+        Value::Scalar { .. } | Value::List(_) | Value::Map(_) => Err(Mistake::new(
+            node.at,
+            format!("version: {} is not known to this lbd, which reads version 1: write `version: 1`", node.kind()),
+        )),
     }
-    Err(super::error::Mistake::new(
-        node.at,
-        format!("version: {} is not known to this lbd, which reads version 1: write `version: 1`", node.kind()),
-    ))
 }
 
 fn hub(file: &Object<'_>) -> Result<Hub> {
@@ -175,6 +177,19 @@ fn tenant(item: &Item<'_>, defaults: &Settings, timeouts: Timeouts) -> Result<Te
         Some(list) => list.list("ranges or prefixes")?.iter().map(Item::range).collect::<Result<_>>(),
         None => Ok(Vec::new()),
     };
+    let segment_name = SegmentName {
+        interface: segment.required("interface", "the interface that the tenant's clients are behind")?.interface()?,
+        vlan: vlan(&segment)?,
+    };
+    let address = segment.get("address").map(|item| item.address_with_prefix()).transpose()?;
+    let gateway = segment.get("gateway").map(|item| item.address()).transpose()?;
+    let (pools, avoid) = (ranges("pools")?, ranges("avoid")?);
+    let claims = match tenant.get("claim") {
+        Some(list) => list.list("claims")?.iter().map(claim).collect::<Result<_>>()?,
+        None => Vec::new(),
+    };
+    let limits = tenant.get("limits").map_or(Ok(Limits::default()), |item| limits(&item))?;
+    let host_access = tenant.get("host_access").map_or(Ok(HostAccess::Own), |item| host_access(&item))?;
     let settings = settings(&tenant, defaults)?;
     let mut frontends = Vec::new();
     if let Some(list) = tenant.get("frontends") {
@@ -184,22 +199,14 @@ fn tenant(item: &Item<'_>, defaults: &Settings, timeouts: Timeouts) -> Result<Te
     }
     Ok(Tenant {
         name,
-        segment: SegmentName {
-            interface: segment
-                .required("interface", "the interface that the tenant's clients are behind")?
-                .interface()?,
-            vlan: vlan(&segment)?,
-        },
-        address: segment.get("address").map(|item| item.address_with_prefix()).transpose()?,
-        gateway: segment.get("gateway").map(|item| item.address()).transpose()?,
-        pools: ranges("pools")?,
-        avoid: ranges("avoid")?,
-        claims: match tenant.get("claim") {
-            Some(list) => list.list("claims")?.iter().map(claim).collect::<Result<_>>()?,
-            None => Vec::new(),
-        },
-        limits: tenant.get("limits").map_or(Ok(Limits::default()), |item| limits(&item))?,
-        host_access: tenant.get("host_access").map_or(Ok(HostAccess::Own), |item| host_access(&item))?,
+        segment: segment_name,
+        address,
+        gateway,
+        pools,
+        avoid,
+        claims,
+        limits,
+        host_access,
         frontends,
         settings: settings.finish(timeouts)?,
     })
@@ -253,10 +260,8 @@ fn limits(item: &Item<'_>) -> Result<Limits> {
 
 fn host_access(item: &Item<'_>) -> Result<HostAccess> {
     if item.scalar().is_some() {
-        return match item.choice(&[("own", true), ("none", false)])? {
-            true => Ok(HostAccess::Own),
-            false => Ok(HostAccess::None),
-        };
+        let own = item.choice(&[("own", true), ("none", false)])?;
+        return Ok(if own { HostAccess::Own } else { HostAccess::None });
     }
     let items = item.list("ports and `icmp`, or own, or none,")?;
     if items.is_empty() {
@@ -614,10 +619,10 @@ fn default_timeouts() -> Timeouts {
     Timeouts {
         tcp_established: Duration::from_hours(24),
         tcp_half_open: Duration::from_secs(30),
-        tcp_fin: Duration::from_secs(60),
+        tcp_fin: Duration::from_mins(1),
         tcp_reset: Duration::from_secs(10),
         udp_unreplied: Duration::from_secs(30),
-        udp_replied: Duration::from_secs(180),
+        udp_replied: Duration::from_mins(3),
     }
 }
 
@@ -626,13 +631,14 @@ fn timeouts(item: &Item<'_>) -> Result<Timeouts> {
         item.object(&["tcp_established", "tcp_half_open", "tcp_fin", "tcp_reset", "udp_unreplied", "udp_replied"])?;
     let mut timeouts = default_timeouts();
     if let Some(item) = object.get("tcp_established") {
-        timeouts.tcp_established = item.duration(Duration::ZERO..=*ESTABLISHED.end())?;
+        timeouts.tcp_established = item.duration(Duration::ZERO..=Duration::MAX)?;
         if timeouts.tcp_established < *ESTABLISHED.start() {
             return Err(item.wrong(format!(
                 "{} would cut connections that are only idle (RFC 5382 asks for 2h4m): write 2h4m or more",
                 show_duration(timeouts.tcp_established)
             )));
         }
+        item.duration(ESTABLISHED)?;
     }
     let transient = [
         ("tcp_half_open", &mut timeouts.tcp_half_open),
@@ -664,7 +670,7 @@ impl Settings {
             if time > interval
                 && let Some(place) = &probe.last
             {
-                return Err(super::error::Mistake::new(
+                return Err(Mistake::new(
                     place.position,
                     format!(
                         "{}: {name} {} is longer than interval {}: write a shorter {name} or a longer interval",

@@ -6,7 +6,7 @@ use std::net::{IpAddr, Ipv4Addr};
 use ipnet::IpNet;
 
 use super::error::{Mistake, Position};
-use super::{AddressRange, Claim, Config, Frontend, SegmentName, Tenant, Via};
+use super::{AddressRange, Claim, Config, Frontend, HostAccess, SegmentName, Tenant, Via};
 
 type Result<T> = std::result::Result<T, Mistake>;
 
@@ -122,7 +122,19 @@ impl<'a> Checks<'a> {
 
     fn segments(&self) -> Result<()> {
         let mut gateways: BTreeMap<&SegmentName, (IpAddr, Position)> = BTreeMap::new();
+        let mut access: BTreeMap<&SegmentName, (&HostAccess, &str)> = BTreeMap::new();
         for (path, tenant) in self.tenants() {
+            let (other, first) = *access.entry(&tenant.segment).or_insert((&tenant.host_access, &tenant.name));
+            if *other != tenant.host_access {
+                // A packet to the host's own address does not say which of them it is from.
+                return self.mistake(
+                    &format!("{path}.host_access"),
+                    format!(
+                        "tenant {}: host_access: is not that of tenant {first} on the same segment {}: write the same at both",
+                        tenant.name, tenant.segment
+                    ),
+                );
+            }
             let Some(gateway) = tenant.gateway else {
                 continue;
             };
@@ -390,7 +402,7 @@ impl<'a> Checks<'a> {
                         continue;
                     };
                     if other.name == tenant.name {
-                        if *earlier == claim {
+                        if earlier.covers(claim) && claim.covers(earlier) {
                             return wrong(format!("is the claim at {first} again: remove one of the two"));
                         }
                         continue;
@@ -411,7 +423,7 @@ impl<'a> Checks<'a> {
     fn room(&self) -> Result<()> {
         for (path, tenant) in self.tenants() {
             let wanted = !tenant.claims.is_empty() || tenant.frontends.iter().any(|frontend| frontend.vip.is_none());
-            if wanted && !tenant.pools.iter().any(|pool| has_room(*pool, &tenant.avoid)) {
+            if wanted && !tenant.pools.iter().any(|pool| !covered(*pool, &tenant.avoid)) {
                 return self.mistake(
                     &format!("{path}.pools"),
                     format!(
@@ -462,15 +474,16 @@ fn avoid_impossible(config: &mut Config) {
     }
 }
 
-fn has_room(pool: AddressRange, avoid: &[AddressRange]) -> bool {
-    let mut address = pool.first;
+/// Whether every address of the range is in one of the others.
+pub(super) fn covered(range: AddressRange, others: &[AddressRange]) -> bool {
+    let mut address = range.first;
     loop {
-        let Some(last) = avoid.iter().filter(|range| range.contains(address)).map(|range| range.last).max() else {
-            return true;
+        let Some(last) = others.iter().filter(|other| other.contains(address)).map(|other| other.last).max() else {
+            return false;
         };
-        match next(last).filter(|next| pool.contains(*next)) {
+        match next(last).filter(|next| range.contains(*next)) {
             Some(next) => address = next,
-            None => return false,
+            None => return true,
         }
     }
 }
