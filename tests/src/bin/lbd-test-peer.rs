@@ -1,6 +1,6 @@
 //! Servers and clients for the lab: real TCP and TLS, HTTP/1.1, with reports as JSON.
 use std::fmt::Write as _;
-use std::net::{IpAddr, SocketAddr};
+use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -97,7 +97,10 @@ struct Client {
     tls: bool,
     /// Connect from this address.
     #[arg(long)]
-    source: Option<IpAddr>,
+    source: Option<Ipv4Addr>,
+    /// Connect from this many addresses, from `source` upwards, in turn.
+    #[arg(long, default_value_t = 1)]
+    sources: u32,
     /// Connect from this port.
     #[arg(long, default_value_t = 0)]
     source_port: u16,
@@ -112,7 +115,7 @@ fn main() -> Result<()> {
         match cli.mode {
             Mode::Serve { name, listen, tls_listen } => serve(name, &listen, &tls_listen).await,
             Mode::Get { client } => {
-                println!("{}", serde_json::to_string(&client.once("").await?)?);
+                println!("{}", serde_json::to_string(&client.once(0, "").await?)?);
                 Ok(())
             }
             Mode::Load { client, connections, parallel } => load(client, connections, parallel).await,
@@ -422,12 +425,14 @@ impl Client {
         Duration::from_secs(self.limit)
     }
 
-    async fn connect(&self) -> Result<Connection> {
+    async fn connect(&self, serial: u64) -> Result<Connection> {
         timeout(self.limit(), async {
             let socket = if self.target.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
             if let Some(source) = self.source {
                 socket.set_reuseaddr(true)?;
-                socket.bind(SocketAddr::new(source, self.source_port))?;
+                let step = (serial % u64::from(self.sources.max(1))) as u32;
+                let source = Ipv4Addr::from(u32::from(source) + step);
+                socket.bind(SocketAddr::new(source.into(), self.source_port))?;
             }
             let stream = socket.connect(self.target).await?;
             stream.set_nodelay(true)?;
@@ -459,8 +464,8 @@ impl Client {
         .context("timed out (waiting for the answer)")?
     }
 
-    async fn once(&self, token: &str) -> Result<Answer> {
-        let mut connection = self.connect().await?;
+    async fn once(&self, serial: u64, token: &str) -> Result<Answer> {
+        let mut connection = self.connect(serial).await?;
         let answer = self.ask(&mut connection, token, true).await?;
         ensure!(answer.token == token, "the answer is another request's");
         let _ = connection.shutdown().await;
@@ -494,7 +499,7 @@ async fn load(client: Client, connections: u64, parallel: usize) -> Result<()> {
         let (client, report) = (client.clone(), Arc::clone(&report));
         tasks.spawn(async move {
             let one = Instant::now();
-            let result = client.once(&format!("load-{serial}")).await;
+            let result = client.once(serial, &format!("load-{serial}")).await;
             let mut report = report.lock().await;
             report.slowest_ms = report.slowest_ms.max(milliseconds(one));
             match result {
@@ -545,7 +550,7 @@ async fn hold_one(
     open: &AtomicU64,
 ) {
     let first = async {
-        let mut connection = client.connect().await?;
+        let mut connection = client.connect(serial).await?;
         let answer = client.ask(&mut connection, &format!("hold-{serial}-0"), false).await?;
         anyhow::Ok((connection, answer))
     }
@@ -591,6 +596,7 @@ async fn hold_one(
                 } else {
                     report.lost += 1;
                 }
+                *report.lost_servers.entry(home.name).or_default() += 1;
                 *report.errors.entry(kind(&error)).or_default() += 1;
                 return;
             }
@@ -613,7 +619,7 @@ async fn tick(client: Client, every_ms: u64) -> Result<()> {
         tasks.spawn(async move {
             let at_ms = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis() as u64;
             let begun = Instant::now();
-            let result = client.once("tick").await;
+            let result = client.once(0, "tick").await;
             let took_ms = milliseconds(begun);
             let tick = match result {
                 Ok(answer) => {
@@ -633,7 +639,7 @@ async fn tick(client: Client, every_ms: u64) -> Result<()> {
 
 async fn transfer(client: &Client, bytes: u64) -> Result<()> {
     let begun = Instant::now();
-    let mut connection = client.connect().await?;
+    let mut connection = client.connect(0).await?;
     connection.write_all(format!("GET /down?{bytes} HTTP/1.1\r\nhost: {SERVER_NAME}\r\n\r\n").as_bytes()).await?;
     connection.flush().await?;
     let head = read_head(&mut connection).await?.context("closed by the other side")?;

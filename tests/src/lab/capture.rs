@@ -22,12 +22,15 @@ use super::{Namespace, describe, lock, verify};
 const KEPT: usize = 200_000;
 const LOOPBACK: usize = 1;
 
+/// Says of a frame whether it is wanted.
+pub type Filter = Box<dyn Fn(&[u8]) -> bool + Send>;
+
 /// Which frames are kept.
 pub enum Keep {
     /// Those whose checksums are wrong.
     Bad,
     /// Those too, and these.
-    Matching(Box<dyn Fn(&[u8]) -> bool + Send>),
+    Matching(Filter),
     /// All, up to a limit.
     All,
 }
@@ -142,10 +145,11 @@ fn read(socket: &OwnedFd, namespace: &Namespace, keep: &Keep, stop: &AtomicBool,
         let stopping = stop.load(Ordering::Relaxed);
         let (length, from) = match recvfrom::<LinkAddr>(socket.as_raw_fd(), &mut buffer) {
             Ok((length, Some(from))) => (length, from),
-            Ok((_, None)) | Err(nix::errno::Errno::EINTR) => continue,
             Err(nix::errno::Errno::EAGAIN) if stopping => break,
-            // An interface that went away.
-            Err(nix::errno::Errno::EAGAIN | nix::errno::Errno::ENETDOWN) => continue,
+            // ENETDOWN: an interface went away.
+            Ok((_, None)) | Err(nix::errno::Errno::EINTR | nix::errno::Errno::EAGAIN | nix::errno::Errno::ENETDOWN) => {
+                continue;
+            }
             Err(error) => return Err(error).context("cannot read from the packet socket"),
         };
         if from.ifindex() == LOOPBACK {

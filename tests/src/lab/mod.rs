@@ -16,6 +16,7 @@ mod frame;
 mod namespace;
 mod peer;
 mod process;
+mod raw;
 mod spawner;
 mod topology;
 mod wait;
@@ -33,11 +34,12 @@ use anyhow::{Context as _, Result, bail, ensure};
 pub use agent::Agent;
 pub use binaries::binary;
 pub use bpf::{XdpMode, XdpProgram, XdpVerdict};
-pub use capture::{Capture, Captured, Keep, Summary, write_pcap};
+pub use capture::{Capture, Captured, Filter, Keep, Summary, write_pcap};
 pub use frame::{Ports, describe, ports, verify};
 pub use namespace::Namespace;
 pub use peer::{Answer, Hold, HoldReport, Listener, LoadReport, Peer, Tick, Ticker, Transfer, get, load, transfer};
 pub use process::Process;
+pub use raw::{mac_bytes, send_frame};
 pub use topology::{Bench, Seed};
 pub use wait::{eventually, wait_until};
 
@@ -47,8 +49,8 @@ pub struct Lab {
     name: String,
     directory: PathBuf,
     namespaces: Mutex<BTreeMap<String, Namespace>>,
-    /// Attached programs on the far ends of cables.
-    links: Mutex<Vec<OwnedFd>>,
+    /// Attached programs on the far ends of cables, by the near ends.
+    links: Mutex<BTreeMap<(String, String), OwnedFd>>,
     serial: AtomicU32,
 }
 
@@ -175,15 +177,14 @@ impl Lab {
         configure(a, a_name, a_nic)?;
         configure(b, b_name, b_nic)?;
         let link = XdpProgram::load("lab_pass", XdpVerdict::Pass)?.attach(b, b_name, XdpMode::Native)?;
-        lock(&self.links).push(link);
+        lock(&self.links).insert((a.name().to_owned(), a_name.to_owned()), link);
         Ok(())
     }
 
-    /// Lets a station take redirected frames on this interface.
-    pub fn pass(&self, station: &Namespace, interface: &str) -> Result<()> {
-        let link = XdpProgram::load("lab_pass", XdpVerdict::Pass)?.attach(station, interface, XdpMode::Native)?;
-        lock(&self.links).push(link);
-        Ok(())
+    /// Takes the program off the far end of the cable in this interface: what XDP redirects into it is lost from now on.
+    pub fn deafen(&self, station: &Namespace, interface: &str) -> Result<()> {
+        let near = (station.name().to_owned(), interface.to_owned());
+        lock(&self.links).remove(&near).map(drop).with_context(|| format!("no cable in {}:{interface}", station.name()))
     }
 
     /// Starts a program in a namespace; its output goes to files in the lab's directory.

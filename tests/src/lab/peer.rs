@@ -113,6 +113,8 @@ pub struct HoldReport {
     pub wrong: u64,
     /// Open connections by server.
     pub servers: BTreeMap<String, u64>,
+    /// Lost and reset connections by server.
+    pub lost_servers: BTreeMap<String, u64>,
     /// Losses by kind.
     pub errors: BTreeMap<String, u64>,
     /// Milliseconds of the slowest answer.
@@ -205,9 +207,22 @@ impl Hold {
         connections: u32,
         rate: u32,
     ) -> Result<Self> {
+        Self::start_with(lab, namespace, target, tls, connections, rate, &[])
+    }
+
+    /// Like `start`, with more options of `lbd-test-peer hold`.
+    pub fn start_with(
+        lab: &Lab,
+        namespace: &Namespace,
+        target: &str,
+        tls: bool,
+        connections: u32,
+        rate: u32,
+        options: &[&str],
+    ) -> Result<Self> {
         let mut command = Command::new(binary("lbd-test-peer")?);
         command.args(["hold", "--target", target, "--connections", &connections.to_string()]);
-        command.args(["--rate", &rate.to_string()]);
+        command.args(["--rate", &rate.to_string()]).args(options);
         if tls {
             command.arg("--tls");
         }

@@ -109,8 +109,8 @@ impl Seed {
     }
 
     /// A configuration that serves all three roles from the file alone.
-    pub fn file_configuration(&self) -> String {
-        self.configuration(
+    pub fn file_configuration() -> String {
+        Self::configuration_of(
             "",
             "\
       - name: api-lb
@@ -126,8 +126,8 @@ impl Seed {
     }
 
     /// A configuration that learns `api-lb` (claimed) and `ingress-shared-lb` (reserved) from Kubernetes.
-    pub fn kubernetes_configuration(&self, kubeconfig: &std::path::Path) -> String {
-        self.configuration(
+    pub fn kubernetes_configuration(kubeconfig: &std::path::Path) -> String {
+        Self::configuration_of(
             &format!("    kubernetes: {{ kubeconfig: {} }}\n", kubeconfig.display()),
             "\
       - name: ingress-shared-lb
@@ -138,7 +138,7 @@ impl Seed {
         )
     }
 
-    fn configuration(&self, hub: &str, frontends: &str, tenant: &str) -> String {
+    fn configuration_of(hub: &str, frontends: &str, tenant: &str) -> String {
         format!(
             "\
 version: 1
@@ -245,7 +245,7 @@ impl Bench {
 
     /// A configuration from the file alone: `VIP:6443` of tenant a and of tenant b on all nodes at NodePort 30918. `extra` is appended, e.g.
     /// `datapath: { mode: generic }`.
-    pub fn configuration(&self, extra: &str) -> String {
+    pub fn configuration(extra: &str) -> String {
         format!(
             "\
 version: 1
