@@ -229,3 +229,162 @@ impl<M: Maps> Core<M> {
         all
     }
 }
+
+#[cfg(test)]
+pub(super) mod testing {
+    use std::cell::RefCell;
+    use std::rc::Rc;
+
+    use super::*;
+
+    /// A file that is valid without a host.
+    pub(crate) const CONFIG: &str = "\
+version: 1
+hubs: [{ name: hub, interface: hub0, snat: [10.0.0.2], node_cidrs: [10.0.0.0/24] }]
+tenants:
+  - name: a
+    segment: { interface: ten0, address: 192.0.2.2/24 }
+    pools: [192.0.2.32/28]
+    frontends:
+      - { name: web, vip: 192.0.2.34, ports: [443], backends: [10.0.0.11] }
+";
+
+    /// What happens in a fake data plane.
+    #[derive(Default)]
+    pub(crate) struct Record {
+        pub plans: Vec<Plan>,
+        pub failures: u32,
+        pub reconfigured: u32,
+        pub flows: Vec<FlowPair>,
+    }
+
+    /// A data plane without a kernel.
+    #[derive(Clone, Default)]
+    pub(crate) struct FakeMaps(pub Rc<RefCell<Record>>);
+
+    impl Maps for FakeMaps {
+        fn apply(&mut self, plan: &Plan) -> Result<Applied, DataplaneError> {
+            let mut record = self.0.borrow_mut();
+            if record.failures > 0 {
+                record.failures -= 1;
+                return Err(DataplaneError::Partial { failed: 1, first: "frontends: injected".to_owned() });
+            }
+            record.plans.push(plan.clone());
+            Ok(Applied { map_writes: 1, flows_reset: 0 })
+        }
+
+        fn reconfigure(&mut self, _: &Config) -> Result<(), DataplaneError> {
+            self.0.borrow_mut().reconfigured += 1;
+            Ok(())
+        }
+
+        fn attached(&self) -> Vec<Attached> {
+            Vec::new()
+        }
+
+        fn flows(&self, _: &Config) -> Result<Vec<FlowPair>, DataplaneError> {
+            Ok(self.0.borrow().flows.clone())
+        }
+    }
+
+    /// A core on a fake data plane, with its file and state in a directory of its own.
+    pub(crate) struct Bench {
+        pub directory: tempfile::TempDir,
+        pub maps: FakeMaps,
+        pub core: Core<FakeMaps>,
+        pub inputs: Inputs,
+    }
+
+    impl Bench {
+        pub(crate) fn new() -> Self {
+            let directory = tempfile::tempdir().unwrap();
+            let state = Arc::new(StateDirectory::open(&directory.path().join("state")).unwrap());
+            let path = directory.path().join("lbd.yaml");
+            std::fs::write(&path, CONFIG).unwrap();
+            let maps = FakeMaps::default();
+            let config = crate::config::load(&path).unwrap();
+            let core = Core::new(config, maps.clone(), state, Timestamp::UNIX_EPOCH);
+            Self { directory, maps, core, inputs: Inputs { host: host(), ..Inputs::default() } }
+        }
+
+        pub(crate) fn path(&self) -> std::path::PathBuf {
+            self.directory.path().join("lbd.yaml")
+        }
+
+        pub(crate) fn round(&mut self) -> bool {
+            self.core.reconcile(&self.inputs, Timestamp::UNIX_EPOCH)
+        }
+    }
+
+    /// The bench's two interfaces.
+    pub(crate) fn host() -> HostFacts {
+        let interface = |index, address: &str| crate::plan::model::InterfaceFacts {
+            index,
+            mac: [2, 0, 0, 0, 0, index as u8],
+            mtu: 1500,
+            up: true,
+            addresses: vec![address.parse().unwrap()],
+            all_addresses: vec![address.parse().unwrap()],
+            gateways: Vec::new(),
+        };
+        let interfaces =
+            [("ten0".to_owned(), interface(2, "192.0.2.2/24")), ("hub0".to_owned(), interface(3, "10.0.0.2/24"))];
+        HostFacts { interfaces: interfaces.into() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::testing::Bench;
+    use super::*;
+
+    #[test]
+    fn b01_a_failed_write_is_retried_and_told() {
+        let mut bench = Bench::new();
+        bench.maps.0.borrow_mut().failures = 2;
+        assert!(!bench.round(), "asks to be called again");
+        assert!(!bench.round());
+        assert_eq!(bench.core.apply_status.failed, 2);
+        assert!(bench.core.apply_status.error.as_deref().unwrap().contains("injected"));
+        assert!(!bench.core.ever);
+        assert!(bench.round());
+        assert_eq!((bench.core.apply_status.applied, bench.core.apply_status.error.clone()), (1, None));
+        let events = bench.core.events.all();
+        let reasons: Vec<&str> = events.iter().map(|event| event.reason.as_str()).collect();
+        assert!(reasons.windows(2).any(|pair| pair == ["ApplyFailed", "ApplyRecovered"]), "{reasons:?}");
+        assert_eq!(reasons.iter().filter(|&&reason| reason == "ApplyFailed").count(), 1, "told once");
+    }
+
+    #[test]
+    fn nothing_new_is_not_applied_again() {
+        let mut bench = Bench::new();
+        for _ in 0..3 {
+            assert!(bench.round());
+        }
+        // The first plan may carry resets that the second no longer does.
+        assert!(bench.maps.0.borrow().plans.len() <= 2);
+    }
+
+    #[test]
+    fn without_a_complete_list_nothing_is_applied() {
+        let mut bench = Bench::new();
+        let mut config = (*bench.core.config).clone();
+        config.hub.kubernetes =
+            Some(crate::config::Kubernetes { kubeconfig: "/nowhere".into(), allow_insecure: false });
+        bench.core.config = Arc::new(config);
+        assert!(bench.round());
+        assert!(bench.maps.0.borrow().plans.is_empty());
+        bench.inputs.inventory = Arc::new(Inventory { complete: true, ..Inventory::default() });
+        assert!(bench.round());
+        assert_eq!(bench.maps.0.borrow().plans.len(), 1);
+    }
+
+    #[test]
+    fn records_are_on_disk_before_the_maps_change() {
+        let mut bench = Bench::new();
+        bench.round();
+        let state = bench.directory.path().join("state");
+        assert!(state.join(IDS).exists());
+        assert!(state.join(ADDRESSES).exists());
+    }
+}

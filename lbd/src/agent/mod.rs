@@ -117,7 +117,7 @@ fn tell_systemd(states: &[NotifyState<'_>]) {
 /// Waits for a change. A sender that has ended changes nothing any more.
 async fn changed<T>(receiver: &mut watch::Receiver<T>) {
     if receiver.changed().await.is_err() {
-        pending().await
+        pending::<()>().await;
     }
 }
 

@@ -280,3 +280,86 @@ impl Cuts {
             })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::super::core::testing::{Bench, CONFIG};
+    use super::*;
+
+    fn reload(bench: &mut Bench, request: ReloadRequest) -> ReloadReply {
+        let path = bench.path();
+        bench.core.reload(&path, request, &bench.inputs, Timestamp::UNIX_EPOCH)
+    }
+
+    fn with(bench: &Bench, text: &str) {
+        // By rename, as an editor or a ConfigMap does it.
+        let new = bench.directory.path().join("new");
+        fs::write(&new, text).unwrap();
+        fs::rename(new, bench.path()).unwrap();
+    }
+
+    #[test]
+    fn b17_a_bad_file_changes_nothing_and_a_revert_clears_the_alarm() {
+        let mut bench = Bench::new();
+        bench.round();
+        let before = bench.core.config.clone();
+        let half = &CONFIG[..CONFIG.len() / 2];
+        for bad in [
+            "",
+            half,
+            &format!("{CONFIG}surprise: 1\n"),
+            &CONFIG.replace("192.0.2.34", "203.0.113.34"),
+            &CONFIG.replace("[192.0.2.32/28]", "[192.0.2.32/28, 192.0.2.40/29]"),
+        ] {
+            with(&bench, bad);
+            let reply = reload(&mut bench, ReloadRequest::default());
+            assert_eq!(reply.outcome, reload_outcome::INVALID, "{bad}");
+            let error = reply.error.unwrap();
+            assert!(error.contains("lbd.yaml:"), "{error}");
+            assert!(bench.core.config_status.stale);
+            assert_eq!(bench.core.config_status.error.as_deref(), Some(error.as_str()));
+            assert_eq!(bench.core.config, before);
+        }
+        assert_eq!(bench.maps.0.borrow().reconfigured, 0);
+        with(&bench, CONFIG);
+        assert_eq!(reload(&mut bench, ReloadRequest::default()).outcome, reload_outcome::UNCHANGED);
+        assert!(!bench.core.config_status.stale);
+        assert_eq!(bench.core.config_status.error, None);
+        assert_eq!(bench.core.counts.reloads_refused, 5);
+    }
+
+    #[test]
+    fn a_good_file_comes_into_force_and_a_dry_run_does_not() {
+        let mut bench = Bench::new();
+        bench.round();
+        with(&bench, &CONFIG.replace("ports: [443]", "ports: [443, 80]"));
+        let dry = reload(&mut bench, ReloadRequest { dry_run: true, ..ReloadRequest::default() });
+        assert_eq!(dry.outcome, reload_outcome::WOULD_APPLY, "{dry:?}");
+        assert_eq!(bench.maps.0.borrow().reconfigured, 0);
+        let reply = reload(&mut bench, ReloadRequest::default());
+        assert_eq!(reply.outcome, reload_outcome::APPLIED);
+        assert_eq!(reply.changes, dry.changes);
+        assert_eq!(bench.maps.0.borrow().reconfigured, 1);
+        assert_eq!(bench.core.config.tenants[0].frontends[0].ports.len(), 2);
+    }
+
+    #[test]
+    fn what_needs_more_is_refused_with_that_word() {
+        let mut bench = Bench::new();
+        bench.round();
+        for (text, outcome, word) in [
+            (format!("{CONFIG}datapath: {{ max_flows: 1048576 }}\n"), reload_outcome::MIGRATION, "migration"),
+            (format!("{CONFIG}metrics: 127.0.0.1:9999\n"), reload_outcome::RESTART, "restart"),
+            (CONFIG.replace("ten0", "ten1"), reload_outcome::RESTART, "restart"),
+        ] {
+            with(&bench, &text);
+            let reply = reload(&mut bench, ReloadRequest { accept_loss: true, ..ReloadRequest::default() });
+            assert_eq!(reply.outcome, outcome);
+            assert!(reply.error.as_ref().unwrap().contains(word), "{reply:?}");
+            assert!(bench.core.config_status.stale);
+        }
+        assert_eq!(bench.maps.0.borrow().reconfigured, 0);
+    }
+}

@@ -39,6 +39,9 @@ struct Everything {
     views: watch::Receiver<Arc<View>>,
 }
 
+/// Picks one number of a tally.
+type Value = fn(&Tally) -> u32;
+
 type Labels = Vec<(&'static str, String)>;
 
 /// One metric with all its label sets. Nothing is written if there are none.
@@ -157,7 +160,6 @@ fn plan(encoder: &mut DescriptorEncoder<'_>, view: &View) -> fmt::Result {
             (labels, Tally::of(frontend, &view.health))
         })
         .collect();
-    type Value = fn(&Tally) -> u32;
     let gauges: [(&str, &str, Value); 4] = [
         ("frontend_backends", "Backends of a frontend", |tally| tally.all),
         ("frontend_backends_up", "Backends of a frontend that pass their probe", |tally| tally.up),

@@ -54,7 +54,7 @@ impl Client {
     /// `POST`. Waits longer: the agent may have to change the datapath first.
     pub(crate) fn post<T: DeserializeOwned>(&self, path: &str, body: &impl Serialize) -> Result<T, ClientError> {
         let body = serde_json::to_vec(body).map_err(|error| self.broken(error.to_string()))?;
-        self.request("POST", path, body.into(), Duration::from_secs(60))
+        self.request("POST", path, body.into(), Duration::from_mins(1))
     }
 
     fn broken(&self, message: impl Into<String>) -> ClientError {
