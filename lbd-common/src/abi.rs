@@ -601,8 +601,10 @@ abi_struct! {
         pub refusals: u32,
         /// A half in the making: too large for the stack beside everything else.
         pub half: Flow4,
+        /// Argument of the search for a half-open record: the client's key, or the turned-around tuple of a backend's packet.
+        pub key: FlowKey4,
     }
-    size 80 align 8 offsets { reason: 0, tenant: 4, tick: 8, refusals: 12, half: 16 }
+    size 96 align 8 offsets { reason: 0, tenant: 4, tick: 8, refusals: 12, half: 16, key: 80 }
 }
 
 abi_struct! {

@@ -1,3 +1,4 @@
 //! What lbd's end-to-end suites, its demo and its benchmarks share.
 
+pub mod datapath;
 pub mod lab;

@@ -3,12 +3,12 @@
 //! A flow is never deleted while a packet may be using it: it is marked dead (and from then on treated as absent), and the hand
 //! deletes it when it comes by again after [`Settings::grace`](lbd_common::abi::Settings::grace) ticks.
 
-use lbd_common::abi::{AgeEntry4, FLOW_BUSY, FLOW_DEAD, Flow4, FlowKey4, Settings, Tuple4};
+use lbd_common::abi::{AgeEntry4, FLOW_BUSY, FLOW_DEAD, Flow4, FlowKey4, Tuple4};
 use lbd_common::tcp;
 
 use super::context::{ANY, fetch_add};
 use super::flags::mark;
-use super::maps::{AGEING4, FLOWS4, FRONTEND_OWNERS, NEXT_HOPS, TENANT_USE};
+use super::maps::{AGEING4, FLOWS4, FRONTEND_OWNERS, NEXT_HOPS, SETTINGS, TENANT_USE};
 
 /// Marks both halves dead, given the forward half and what it says. True if the flow was alive.
 #[inline(always)]
@@ -59,16 +59,19 @@ pub(crate) fn enqueue(entry: &AgeEntry4) -> bool {
     AGEING4.push(entry, ANY).is_ok() || AGEING4.push(entry, ANY).is_ok()
 }
 
-/// One step of the clock hand: looks at the oldest entry and puts it back, marks its flow, or deletes it. False if the queue is empty.
-#[inline(always)]
-pub(crate) fn step(settings: &Settings, now: u32) -> bool {
-    let Ok(Some(entry)) = AGEING4.pop() else { return false };
-    let Some(forward) = FLOWS4.get_ptr_mut(entry.key) else { return true };
+/// One step of the clock hand: looks at the oldest entry and puts it back, marks its flow, or deletes it. 0 if the queue is empty, else
+/// 1. A function of its own for the verifier, see [`super::half_open::lbd_claim`].
+#[unsafe(no_mangle)]
+#[inline(never)]
+pub(crate) extern "C" fn lbd_age_step(now: u32) -> u64 {
+    let Some(settings) = SETTINGS.get(0) else { return 0 };
+    let Ok(Some(entry)) = AGEING4.pop() else { return 0 };
+    let Some(forward) = FLOWS4.get_ptr_mut(entry.key) else { return 1 };
     // SAFETY: map values, which the verifier checks.
     unsafe {
         if (*forward).created() != entry.created {
             // The tuple has been used again; the newer flow has an entry of its own.
-            return true;
+            return 1;
         }
         let (to, next_hop, state) = ((*forward).to, (*forward).next_hop, (*forward).state);
         let idle = tcp::elapsed(now, (*forward).last_seen);
@@ -77,7 +80,7 @@ pub(crate) fn step(settings: &Settings, now: u32) -> bool {
             if idle >= settings.grace {
                 if mark(forward, FLOW_BUSY) & FLOW_BUSY != 0 {
                     // Being written over by its client's next connection.
-                    return true;
+                    return 1;
                 }
                 if let Some(key) = reverse
                     && let Some(half) = FLOWS4.get_ptr_mut(key)
@@ -89,7 +92,7 @@ pub(crate) fn step(settings: &Settings, now: u32) -> bool {
                     let _ = FLOWS4.remove(key);
                 }
                 let _ = FLOWS4.remove(entry.key);
-                return true;
+                return 1;
             }
         } else {
             let lifetime = tcp::lifetime(state, settings);
@@ -105,5 +108,5 @@ pub(crate) fn step(settings: &Settings, now: u32) -> bool {
         }
     }
     enqueue(&entry);
-    true
+    1
 }

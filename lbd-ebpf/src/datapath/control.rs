@@ -7,8 +7,8 @@ use aya_ebpf::{
 };
 use lbd_common::abi::{ControlRequest, control};
 
-use super::age::{kill, step};
-use super::context::{at, now, opaque, settings};
+use super::age::{kill, lbd_age_step};
+use super::context::{at, now, opaque};
 use super::edge::read;
 use super::maps::FLOWS4;
 
@@ -19,7 +19,6 @@ const AGE_STEPS: u32 = 64;
 #[inline(always)]
 pub(crate) fn control(context: &XdpContext) -> u32 {
     let Some(request) = at::<ControlRequest>(context, 0) else { return xdp_action::XDP_ABORTED };
-    let Ok(settings) = settings() else { return xdp_action::XDP_ABORTED };
     // SAFETY: `at` has bounds-checked the request.
     let request = unsafe { &mut *request };
     match request.command {
@@ -43,7 +42,7 @@ pub(crate) fn control(context: &XdpContext) -> u32 {
         control::AGE => {
             let (count, now) = (request.count, now());
             let (mut done, steps) = (0, opaque::<AGE_STEPS>());
-            while done < steps && done < count && step(settings, now) {
+            while done < steps && done < count && lbd_age_step(now) != 0 {
                 done += 1;
             }
             request.result += u64::from(done);

@@ -13,10 +13,10 @@ use lbd_common::hash;
 use lbd_common::packet::{Ipv4Tcp, TCP};
 use lbd_common::reason::Reason;
 
-use super::age::{charge, enqueue, step};
+use super::age::{charge, enqueue, lbd_age_step};
 use super::context::{compare_and_swap, opaque, scratch};
 use super::flags::mark;
-use super::maps::{FLOWS4, HALF_OPEN4, HINTS4};
+use super::maps::{FLOWS4, HALF_OPEN4, HINTS4, SETTINGS};
 
 /// A record that was found or claimed.
 pub(crate) struct Found {
@@ -30,8 +30,7 @@ impl Found {
     /// The record.
     #[inline(always)]
     pub(crate) fn record(&self) -> *mut HalfOpen4 {
-        // SAFETY: `way` is below HALF_OPEN_WAYS, and masked for the verifier.
-        unsafe { (&raw mut (*self.set).records).cast::<HalfOpen4>().add(self.way & (HALF_OPEN_WAYS - 1)) }
+        record_at(self.set, self.way)
     }
 
     #[inline(always)]
@@ -83,23 +82,27 @@ fn tag_word(set: *mut HalfOpenSet4, way: usize) -> *mut u64 {
 }
 
 #[inline(always)]
-fn set_of(port: u16) -> Option<*mut HalfOpenSet4> {
-    HALF_OPEN4.get_ptr_mut(hash::half_open_set(port, HALF_OPEN_SETS))
+fn record_at(set: *mut HalfOpenSet4, way: usize) -> *mut HalfOpen4 {
+    // SAFETY: masked below HALF_OPEN_WAYS.
+    unsafe { (&raw mut (*set).records).cast::<HalfOpen4>().add(way & (HALF_OPEN_WAYS - 1)) }
 }
 
-/// What a try to claim came to.
-enum Claim {
-    Claimed(Found),
-    /// The tuple is another's, or another CPU was faster: try another port.
-    Taken,
-    /// No room for a record.
-    Full,
-}
+/// [`lbd_claim`]: the tuple is another's, or another CPU was faster: try another port.
+const TAKEN: u64 = 1 << 32;
+/// [`lbd_claim`]: no room for a record.
+const FULL: u64 = 2 << 32;
+/// The searches: nothing found.
+const NONE: u64 = 1 << 32;
 
-/// Claims a record for a reverse tuple with hash `reverse`. Two CPUs that claim one tuple at once each see the other's tag after
-/// their compare-and-swap, a full barrier, and both yield.
-#[inline(always)]
-fn claim(set: *mut HalfOpenSet4, reverse: u32, client: u64, now: u32, settings: &Settings) -> Claim {
+/// Claims a record in a set for a reverse tuple with hash `reverse`; gives the way, [`TAKEN`] or [`FULL`]. Two CPUs that claim one tuple
+/// at once each see the other's tag after their compare-and-swap, a full barrier, and both yield.
+///
+/// This and the searches are functions of their own for the verifier, which then checks their loops once instead of once for every
+/// way to call them. So they take numbers, and find the rest in the maps.
+#[unsafe(no_mangle)]
+#[inline(never)]
+pub(crate) extern "C" fn lbd_claim(index: u32, reverse: u32, client: u64, now: u32) -> u64 {
+    let (Some(set), Some(settings)) = (HALF_OPEN4.get_ptr_mut(index), SETTINGS.get(0)) else { return FULL };
     let mut free = HALF_OPEN_WAYS;
     let mut old = 0;
     let (mut way, ways) = (0, opaque::<8>() as usize);
@@ -108,7 +111,7 @@ fn claim(set: *mut HalfOpenSet4, reverse: u32, client: u64, now: u32, settings: 
         let current = unsafe { read_volatile(tag_word(set, way)) };
         if tag::occupied(current, now, settings) {
             if tag::reverse(current) == reverse {
-                return Claim::Taken;
+                return TAKEN;
             }
         } else {
             free = way;
@@ -117,26 +120,116 @@ fn claim(set: *mut HalfOpenSet4, reverse: u32, client: u64, now: u32, settings: 
         way += 1;
     }
     if free == HALF_OPEN_WAYS {
-        return Claim::Full;
+        return FULL;
     }
-    let found = Found { set, way: free, tag: tag::tag(tag::BUSY, reverse, client, now) };
+    let claimed = tag::tag(tag::BUSY, reverse, client, now);
     // SAFETY: as above.
-    if !unsafe { compare_and_swap(found.word(), old, found.tag) } {
-        return Claim::Taken;
+    if !unsafe { compare_and_swap(tag_word(set, free), old, claimed) } {
+        return TAKEN;
     }
     way = 0;
     while way < ways {
-        if way != found.way {
+        if way != free {
             // SAFETY: as above.
             let current = unsafe { read_volatile(tag_word(set, way)) };
             if tag::occupied(current, now, settings) && tag::reverse(current) == reverse {
-                found.release(tag::BUSY);
-                return Claim::Taken;
+                // SAFETY: as above.
+                unsafe { compare_and_swap(tag_word(set, free), claimed, 0) };
+                return TAKEN;
             }
         }
         way += 1;
     }
-    Claim::Claimed(found)
+    free as u64
+}
+
+/// Looks in a set for the record of the client whose key is in the scratch; gives the way or [`NONE`].
+#[unsafe(no_mangle)]
+#[inline(never)]
+pub(crate) extern "C" fn lbd_find_client(index: u32, hash: u64, now: u32) -> u64 {
+    let (Some(set), Some(settings)) = (HALF_OPEN4.get_ptr_mut(index), SETTINGS.get(0)) else { return NONE };
+    let Some(scratch) = scratch() else { return NONE };
+    let key = &scratch.key;
+    let (mut way, ways) = (0, opaque::<8>() as usize);
+    while way < ways {
+        // SAFETY: a map value, which the verifier checks.
+        let current = unsafe { read_volatile(tag_word(set, way)) };
+        if tag::readable(current, now, settings) && tag::may_be_client(current, hash) {
+            // SAFETY: as above.
+            let record = unsafe { &*record_at(set, way) };
+            if record.client == key.tuple && record.client_segment == key.segment {
+                return way as u64;
+            }
+        }
+        way += 1;
+    }
+    NONE
+}
+
+/// Looks in the hints for where a client's record is; gives the SNAT port or [`NONE`].
+#[unsafe(no_mangle)]
+#[inline(never)]
+pub(crate) extern "C" fn lbd_find_hint(hash: u64, now: u32) -> u64 {
+    let (Some(line), Some(settings)) = (HINTS4.get_ptr_mut(tag::hint_line(hash, HINT_LINES)), SETTINGS.get(0)) else {
+        return NONE;
+    };
+    let (mut way, ways) = (0, opaque::<8>() as usize);
+    while way < ways {
+        // SAFETY: a map value, which the verifier checks.
+        let current = unsafe { read_volatile(hint_word(line, way)) };
+        if let Some(port) = tag::hinted_port(current, hash, now, settings) {
+            return u64::from(port);
+        }
+        way += 1;
+    }
+    NONE
+}
+
+/// Leaves a hint where a client's record is.
+#[unsafe(no_mangle)]
+#[inline(never)]
+pub(crate) extern "C" fn lbd_leave_hint(hash: u64, port: u32, now: u32) -> u64 {
+    let (Some(line), Some(settings)) = (HINTS4.get_ptr_mut(tag::hint_line(hash, HINT_LINES)), SETTINGS.get(0)) else {
+        return 0;
+    };
+    // If all are in use, one is lost: its connection has to be opened again.
+    let mut place = port as usize & (HINT_WAYS - 1);
+    let (mut way, ways) = (0, opaque::<8>() as usize);
+    while way < ways {
+        // SAFETY: a map value, which the verifier checks.
+        let current = unsafe { read_volatile(hint_word(line, way)) };
+        if tag::hint_expired(current, now, settings) {
+            place = way;
+        }
+        way += 1;
+    }
+    // SAFETY: as above; an aligned word is written at once.
+    unsafe { write_volatile(hint_word(line, place), tag::hint(hash, port as u16, now)) };
+    0
+}
+
+/// Looks in a set for the record of a backend's packet, whose tuple turned around and segment are in the scratch; gives the way or
+/// [`NONE`].
+#[unsafe(no_mangle)]
+#[inline(never)]
+pub(crate) extern "C" fn lbd_find_backend(index: u32, reverse: u32, now: u32) -> u64 {
+    let (Some(set), Some(settings)) = (HALF_OPEN4.get_ptr_mut(index), SETTINGS.get(0)) else { return NONE };
+    let Some(scratch) = scratch() else { return NONE };
+    let key = &scratch.key;
+    let (mut way, ways) = (0, opaque::<8>() as usize);
+    while way < ways {
+        // SAFETY: a map value, which the verifier checks.
+        let current = unsafe { read_volatile(tag_word(set, way)) };
+        if tag::readable(current, now, settings) && tag::reverse(current) == reverse {
+            // SAFETY: as above.
+            let record = unsafe { &*record_at(set, way) };
+            if record.to == key.tuple && record.backend_segment == key.segment {
+                return way as u64;
+            }
+        }
+        way += 1;
+    }
+    NONE
 }
 
 /// The client's side of a connection that looks for a SNAT port.
@@ -157,20 +250,21 @@ pub(crate) fn allocate(wanted: &Wanted<'_>, to: &mut Tuple4, now: u32, settings:
     while attempt < tries {
         let port = hash::snat_port(wanted.hash, attempt, wanted.first, wanted.last);
         to.source_port_be = port.to_be();
-        let set = set_of(port).ok_or(Reason::Internal)?;
+        let index = hash::half_open_set(port, HALF_OPEN_SETS);
         let reverse = hash::reverse4(&settings.seed, to, wanted.backend_segment, TCP);
-        match claim(set, reverse, wanted.hash, now, settings) {
-            Claim::Claimed(found) => {
-                if reverse_is_free(wanted.client, to, wanted.backend_segment) {
-                    if attempt > 0 {
-                        leave_hint(wanted.hash, port, now, settings);
-                    }
-                    return Ok(found);
+        let claimed = lbd_claim(index, reverse, wanted.hash, now);
+        if claimed < TAKEN {
+            let set = HALF_OPEN4.get_ptr_mut(index).ok_or(Reason::Internal)?;
+            let found = Found { set, way: claimed as usize, tag: tag::tag(tag::BUSY, reverse, wanted.hash, now) };
+            if reverse_is_free(wanted.client, to, wanted.backend_segment) {
+                if attempt > 0 {
+                    lbd_leave_hint(wanted.hash, u32::from(port), now);
                 }
-                found.release(tag::BUSY);
+                return Ok(found);
             }
-            Claim::Taken => {}
-            Claim::Full => full = true,
+            found.release(tag::BUSY);
+        } else if claimed == FULL {
+            full = true;
         }
         attempt += 1;
     }
@@ -194,30 +288,6 @@ fn reverse_is_free(client: &FlowKey4, to: &Tuple4, segment: u16) -> bool {
 }
 
 #[inline(always)]
-fn leave_hint(client: u64, port: u16, now: u32, settings: &Settings) {
-    let Some(line) = HINTS4.get_ptr_mut(hash_line(client)) else { return };
-    let hint = tag::hint(client, port, now);
-    // If all are in use, one is lost: its connection has to be opened again.
-    let mut place = port as usize & (HINT_WAYS - 1);
-    let (mut way, ways) = (0, opaque::<8>() as usize);
-    while way < ways {
-        // SAFETY: a map value, which the verifier checks.
-        let current = unsafe { read_volatile(hint_word(line, way)) };
-        if tag::hint_expired(current, now, settings) {
-            place = way;
-        }
-        way += 1;
-    }
-    // SAFETY: as above.
-    unsafe { write_volatile(hint_word(line, place), hint) };
-}
-
-#[inline(always)]
-fn hash_line(client: u64) -> u32 {
-    tag::hint_line(client, HINT_LINES)
-}
-
-#[inline(always)]
 fn hint_word(line: *mut lbd_common::abi::HintLine, way: usize) -> *mut u64 {
     // SAFETY: masked below HINT_WAYS.
     unsafe { (&raw mut (*line).hints).cast::<u64>().add(way & (HINT_WAYS - 1)) }
@@ -225,88 +295,53 @@ fn hint_word(line: *mut lbd_common::abi::HintLine, way: usize) -> *mut u64 {
 
 /// The half-open record of a client's connection.
 #[inline(always)]
-pub(crate) fn find_client(
-    key: &FlowKey4,
-    hash: u64,
-    first: u16,
-    last: u16,
-    now: u32,
-    settings: &Settings,
-) -> Option<Found> {
-    if let Some(found) = find_in(set_of(hash::snat_port(hash, 0, first, last))?, key, hash, now, settings) {
-        return Some(found);
-    }
-    let line = HINTS4.get_ptr_mut(hash_line(hash))?;
-    let (mut way, ways) = (0, opaque::<8>() as usize);
-    while way < ways {
-        // SAFETY: a map value, which the verifier checks.
-        let current = unsafe { read_volatile(hint_word(line, way)) };
-        if let Some(port) = tag::hinted_port(current, hash, now, settings) {
-            return find_in(set_of(port)?, key, hash, now, settings);
+pub(crate) fn find_client(key: &FlowKey4, hash: u64, first: u16, last: u16, now: u32) -> Option<Found> {
+    scratch()?.key = *key;
+    let mut index = hash::half_open_set(hash::snat_port(hash, 0, first, last), HALF_OPEN_SETS);
+    let mut way = lbd_find_client(index, hash, now);
+    if way >= NONE {
+        let port = lbd_find_hint(hash, now);
+        if port >= NONE {
+            return None;
         }
-        way += 1;
+        index = hash::half_open_set(port as u16, HALF_OPEN_SETS);
+        way = lbd_find_client(index, hash, now);
     }
-    None
-}
-
-#[inline(always)]
-fn find_in(set: *mut HalfOpenSet4, key: &FlowKey4, hash: u64, now: u32, settings: &Settings) -> Option<Found> {
-    let (mut way, ways) = (0, opaque::<8>() as usize);
-    while way < ways {
-        // SAFETY: a map value, which the verifier checks.
-        let current = unsafe { read_volatile(tag_word(set, way)) };
-        if tag::readable(current, now, settings) && tag::may_be_client(current, hash) {
-            let found = Found { set, way, tag: current };
-            // SAFETY: as above.
-            let same =
-                unsafe { (*found.record()).client == key.tuple && (*found.record()).client_segment == key.segment };
-            if same && found.unchanged() {
-                return Some(found);
-            }
-        }
-        way += 1;
-    }
-    None
+    found(index, way)
 }
 
 /// The half-open record that a backend's packet belongs to; `to` is the packet's tuple turned around.
 #[inline(always)]
 pub(crate) fn find_backend(to: &Tuple4, segment: u16, now: u32, settings: &Settings) -> Option<Found> {
-    let set = set_of(u16::from_be(to.source_port_be))?;
+    scratch()?.key = FlowKey4 { tuple: *to, segment, protocol: TCP, pad: 0 };
+    let index = hash::half_open_set(u16::from_be(to.source_port_be), HALF_OPEN_SETS);
     let reverse = hash::reverse4(&settings.seed, to, segment, TCP);
-    let (mut way, ways) = (0, opaque::<8>() as usize);
-    while way < ways {
-        // SAFETY: a map value, which the verifier checks.
-        let current = unsafe { read_volatile(tag_word(set, way)) };
-        if tag::readable(current, now, settings) && tag::reverse(current) == reverse {
-            let found = Found { set, way, tag: current };
-            // SAFETY: as above.
-            let same = unsafe { (*found.record()).to == *to && (*found.record()).backend_segment == segment };
-            if same && found.unchanged() {
-                return Some(found);
-            }
-        }
-        way += 1;
+    found(index, lbd_find_backend(index, reverse, now))
+}
+
+/// A record that a search has found, with its tag as it is now: what the search compared may have changed since, so that
+/// whoever believes the record compares again.
+#[inline(always)]
+fn found(index: u32, way: u64) -> Option<Found> {
+    if way >= NONE {
+        return None;
     }
-    None
+    let set = HALF_OPEN4.get_ptr_mut(index)?;
+    // SAFETY: a map value, which the verifier checks.
+    let tag = unsafe { read_volatile(tag_word(set, way as usize)) };
+    Some(Found { set, way: way as usize, tag })
 }
 
 /// Makes a flow of a half-open record: `packet` is the client's, and has proven that the client receives. A second CPU with
 /// another packet of the same client gets `Ok(false)`: the packet may go, the flow is the other's work.
 #[inline(always)]
-pub(crate) fn promote(
-    found: &Found,
-    key: &FlowKey4,
-    packet: &Ipv4Tcp,
-    now: u32,
-    settings: &Settings,
-) -> Result<bool, Reason> {
+pub(crate) fn promote(found: &Found, key: &FlowKey4, packet: &Ipv4Tcp, now: u32) -> Result<bool, Reason> {
     if !found.begin_promotion() {
         return Ok(false);
     }
     // SAFETY: a map value, which the verifier checks; this CPU alone may promote it.
     let record = unsafe { &*found.record() };
-    let result = insert(record, key, packet, now, settings);
+    let result = insert(record, key, packet, now);
     if result.is_ok() {
         found.release(tag::PROMOTING);
     } else {
@@ -323,11 +358,11 @@ pub(crate) fn promote(
 }
 
 #[inline(always)]
-fn insert(record: &HalfOpen4, key: &FlowKey4, packet: &Ipv4Tcp, now: u32, settings: &Settings) -> Result<(), Reason> {
+fn insert(record: &HalfOpen4, key: &FlowKey4, packet: &Ipv4Tcp, now: u32) -> Result<(), Reason> {
     let reverse_key = FlowKey4::reply(&record.to, record.backend_segment, TCP);
     // Room is made before it is needed: the hand looks at two entries for each one that is added.
-    step(settings, now);
-    step(settings, now);
+    lbd_age_step(now);
+    lbd_age_step(now);
     if !enqueue(&AgeEntry4 { key: *key, created: now }) {
         return Err(Reason::TableFull);
     }

@@ -71,14 +71,17 @@ pub(crate) fn open(context: &XdpContext) -> Outcome {
         return Err(no(Reason::BadFlags));
     }
     let hash = hash::flow4(&settings.seed, &key);
-    let existing = find_client(&key, hash, frontend.snat_first, frontend.snat_last, now, settings);
+    let existing = find_client(&key, hash, frontend.snat_first, frontend.snat_last, now);
     if let Some(found) = existing {
         // SAFETY: a map value, which the verifier checks.
-        let (to, next_hop, sequence) = unsafe {
+        let (client, to, next_hop, sequence) = unsafe {
             let record = &*found.record();
-            (record.to, record.backend_next_hop, record.client_sequence)
+            (record.client, record.to, record.backend_next_hop, record.client_sequence)
         };
-        if sequence == packet.headers.sequence() && found.unchanged() {
+        if !found.unchanged() || client != key.tuple {
+            return Err(no(Reason::HalfOpenFull));
+        }
+        if sequence == packet.headers.sequence() {
             // Retransmitted: the same way again.
             // SAFETY: as above.
             unsafe { (*found.record()).last_seen = now };
@@ -245,15 +248,22 @@ pub(crate) fn prove(context: &XdpContext) -> Outcome {
         return Err(refuse(Reason::BadFlags, frontend.tenant));
     }
     let hash = hash::flow4(&settings.seed, &key);
-    let Some(found) = find_client(&key, hash, frontend.snat_first, frontend.snat_last, now, settings) else {
+    let Some(found) = find_client(&key, hash, frontend.snat_first, frontend.snat_last, now) else {
         return Err(refuse(Reason::NoFlow, frontend.tenant));
     };
     // SAFETY: a map value, which the verifier checks; believed only if nobody took the record meanwhile.
-    let (to, next_hop, client_sequence, backend_sequence, state) = unsafe {
+    let (client, to, next_hop, client_sequence, backend_sequence, state) = unsafe {
         let record = &*found.record();
-        (record.to, record.backend_next_hop, record.client_sequence, record.backend_sequence, record.state)
+        (
+            record.client,
+            record.to,
+            record.backend_next_hop,
+            record.client_sequence,
+            record.backend_sequence,
+            record.state,
+        )
     };
-    if !found.unchanged() {
+    if !found.unchanged() || client != key.tuple {
         return Err(refuse(Reason::NoFlow, frontend.tenant));
     }
     let expected = client_sequence.wrapping_add(1);
@@ -273,7 +283,7 @@ pub(crate) fn prove(context: &XdpContext) -> Outcome {
     if !proven {
         return Err(refuse(Reason::Unproven, frontend.tenant));
     }
-    match promote(&found, &key, packet.headers, now, settings) {
+    match promote(&found, &key, packet.headers, now) {
         Ok(true) => {
             if let Some(counters) = FRONTEND_COUNTERS.get_ptr_mut(u32::from(frontend.id)) {
                 // SAFETY: this CPU's value.
@@ -328,7 +338,7 @@ pub(crate) fn answer(context: &XdpContext) -> Outcome {
         destination_port_be: tuple.source_port_be,
     };
     if let Some(found) = find_backend(&to, packet.key.segment, packet.now, packet.settings) {
-        return from_backend(packet, &found);
+        return from_backend(packet, &to, &found);
     }
     // Not the host's TCP: it would reset what it does not know. A SYN is nobody's reply.
     if packet.headers.tcp.flags & (SYN | ACK) != SYN
@@ -352,7 +362,7 @@ fn local_address(address_be: u32, segment: u16, port_be: u16) -> Option<LocalAdd
 
 /// A backend's packet on a half-open connection.
 #[inline(always)]
-fn from_backend(packet: &mut Packet<'_>, found: &Found) -> Outcome {
+fn from_backend(packet: &mut Packet<'_>, to: &Tuple4, found: &Found) -> Outcome {
     // SAFETY: a map value, which the verifier checks; believed only if nobody took the record meanwhile.
     let record = unsafe { &mut *found.record() };
     let (client, client_next_hop, sequence, tenant, frontend, mac) = (
@@ -363,7 +373,7 @@ fn from_backend(packet: &mut Packet<'_>, found: &Found) -> Outcome {
         record.frontend,
         record.client_mac,
     );
-    if !found.unchanged() {
+    if record.to != *to || !found.unchanged() {
         return Err(refuse(Reason::StrayReplyQuiet, 0));
     }
     let no = |reason| refuse(reason, tenant);
