@@ -1,28 +1,41 @@
 //! Pure: (config, inventory, addresses, health, host) → exact contents of the maps.
 
+mod frontend;
+mod ids;
 pub mod model;
+mod table;
+#[cfg(test)]
+pub(crate) mod testing;
+#[cfg(test)]
+mod tests;
 
-use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
 
-use self::model::{Health, HostFacts, Plan};
-use crate::config::Config;
+use ipnet::IpNet;
+
+pub use self::ids::Ids;
+use self::ids::{BackendKey, ByTarget, SEGMENTS, SegmentKey, TENANTS};
+use self::model::{
+    AddressPlan, Health, HostFacts, InterfaceFacts, Notice, Plan, Reset, SegmentId, SegmentPlan, TenantId, TenantPlan,
+};
+use self::table::Cache;
+use crate::config::{Config, HostAccess, SegmentName, Tenant};
 use crate::ipam::Assignments;
 use crate::source::Inventory;
-
-/// Ids that must survive restarts, and what is needed to find flows whose backend is gone or another's.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Ids {}
 
 /// Makes plans. A plan is a function of the arguments and the [`Ids`].
 #[derive(Debug, Default)]
 pub struct Planner {
     ids: Ids,
+    cache: Cache,
 }
 
 impl Planner {
     /// Starts from the ids of an earlier life, or from none.
-    pub fn new(ids: Ids) -> Self {
-        Self { ids }
+    pub fn new(mut ids: Ids) -> Self {
+        ids.repair();
+        Self { ids, cache: Cache::default() }
     }
 
     /// To be kept on disk, before the plan is applied.
@@ -31,9 +44,12 @@ impl Planner {
     }
 
     /// Tells that the last plan is in the maps: its resets are done and not asked for again. Until then every plan repeats them.
-    pub fn applied(&mut self) {}
+    pub fn applied(&mut self) {
+        self.ids.pending.clear();
+    }
 
-    /// Makes a plan. With a hub in Kubernetes, an inventory that is not complete must not be applied.
+    /// Makes a plan. With a hub in Kubernetes, the plan of an inventory that is not complete must not be applied: it lacks what
+    /// has not been listed yet.
     pub fn plan(
         &mut self,
         config: &Config,
@@ -42,7 +58,244 @@ impl Planner {
         health: &Health,
         host: &HostFacts,
     ) -> Plan {
-        let _ = (config, inventory, assignments, health, host);
-        Plan::default()
+        let complete = inventory.complete || config.hub.kubernetes.is_none();
+        let mut plan = Plan { notices: Vec::new(), ..Plan::default() };
+        let site = self.site(config, host, &mut plan);
+        for (tenant, vip) in frontend::vips(config, assignments) {
+            add_vip(&site, tenant, vip, &mut plan);
+        }
+        let wishes = frontend::wishes(config, inventory, assignments, &site, &mut plan);
+        let mut resets = BTreeSet::new();
+        let by_target = frontend::fill(
+            &mut frontend::Context {
+                config,
+                inventory,
+                health,
+                site: &site,
+                complete,
+                ids: &mut self.ids,
+                cache: &mut self.cache,
+                resets: &mut resets,
+            },
+            &wishes,
+            &mut plan,
+        );
+        self.forget(complete, inventory, config, &site, &by_target, &plan, &mut resets);
+        self.ids.pending.append(&mut resets);
+        plan.resets.clone_from(&self.ids.pending);
+        plan.notices.sort();
+        plan.notices.dedup();
+        plan
     }
+
+    /// Segments and tenants, and the host's own addresses.
+    fn site<'a>(&mut self, config: &'a Config, host: &'a HostFacts, plan: &mut Plan) -> Site<'a> {
+        let mut names: Vec<&SegmentName> = config.tenants.iter().map(|tenant| &tenant.segment).collect();
+        names.push(&config.hub.segment);
+        names.sort();
+        names.dedup();
+        let mut tenants: Vec<&Tenant> = config.tenants.iter().collect();
+        tenants.sort_by(|left, right| left.name.cmp(&right.name));
+        let mut site = Site::default();
+        for name in names {
+            let Some(id) = self.ids.segments.id(name.into(), SEGMENTS, || ()) else { continue };
+            let facts = host.interfaces.get(&name.interface).filter(|_| name.vlan.is_none());
+            site.segments.insert(name, (id, facts));
+        }
+        for &tenant in &tenants {
+            if !site.segments.contains_key(&tenant.segment) {
+                continue;
+            }
+            let Some(id) = self.ids.tenants.id(tenant.name.clone(), TENANTS, || ()) else {
+                plan.notices.push(Notice {
+                    reason: "TooManyTenants",
+                    service: None,
+                    tenant: Some(tenant.name.clone()),
+                    message: format!("no id left for tenant {}: it is not served", tenant.name),
+                });
+                continue;
+            };
+            site.tenants.insert(&tenant.name, id);
+            plan.tenants.insert(id, limits(config, tenant));
+        }
+        for (&name, &(id, facts)) in &site.segments {
+            let here: Vec<&Tenant> = tenants.iter().copied().filter(|tenant| tenant.segment == *name).collect();
+            let only = match here.as_slice() {
+                [only] => site.tenants.get(only.name.as_str()).copied().unwrap_or_default(),
+                _ => 0,
+            };
+            let configured = here.iter().filter_map(|tenant| tenant.address);
+            let mut networks = Vec::new();
+            for network in configured.chain(facts.into_iter().flat_map(|facts| facts.addresses.iter().copied())) {
+                if !networks.contains(&network.trunc()) {
+                    networks.push(network.trunc());
+                }
+            }
+            let mut gateways: Vec<IpAddr> = Vec::new();
+            let learnt = facts.into_iter().flat_map(|facts| facts.gateways.iter().copied());
+            for gateway in here.iter().filter_map(|tenant| tenant.gateway).chain(learnt) {
+                if !gateways.iter().any(|known| known.is_ipv4() == gateway.is_ipv4()) {
+                    gateways.push(gateway);
+                }
+            }
+            for address in facts.into_iter().flat_map(|facts| &facts.all_addresses) {
+                let own = AddressPlan { host: true, tenant: only, ..AddressPlan::default() };
+                plan.addresses.insert((id, address.addr()), own);
+            }
+            plan.segments.insert(
+                id,
+                SegmentPlan {
+                    name: name.clone(),
+                    tenant_side: !here.is_empty(),
+                    hub_side: *name == config.hub.segment,
+                    tenant: only,
+                    networks,
+                    gateways,
+                },
+            );
+        }
+        site
+    }
+
+    /// Finds what is gone, and gives back its ids.
+    #[expect(clippy::too_many_arguments, reason = "the parts of one plan")]
+    fn forget(
+        &mut self,
+        complete: bool,
+        inventory: &Inventory,
+        config: &Config,
+        site: &Site<'_>,
+        by_target: &ByTarget,
+        plan: &Plan,
+        resets: &mut BTreeSet<Reset>,
+    ) {
+        if !complete {
+            return;
+        }
+        let frontends: BTreeSet<_> = plan.frontends.keys().map(ids::FrontendKey::from).collect();
+        let gone = self.ids.frontends.keep_only(|key| frontends.contains(key));
+        resets.extend(gone.into_iter().map(Reset::Frontend));
+        self.gone_nodes(inventory, config, site, resets);
+        let backends: BTreeSet<BackendKey> = plan
+            .backends
+            .values()
+            .map(|backend| BackendKey { segment: backend.segment, address: backend.address, port: backend.port })
+            .collect();
+        self.ids.backends.keep_only(|key| backends.contains(key));
+        self.ids.tenants.keep_only(|name| site.tenants.contains_key(name.as_str()));
+        let segments: BTreeSet<SegmentKey> = site.segments.keys().map(|&name| name.into()).collect();
+        self.ids.segments.keep_only(|key| segments.contains(key));
+        let live: BTreeSet<SegmentId> = plan.segments.keys().copied().collect();
+        self.ids.targets.retain(|key, _| live.contains(&key.segment) || by_target.contains_key(key));
+    }
+
+    /// Addresses whose Node object is gone, or is another's now.
+    fn gone_nodes(&mut self, inventory: &Inventory, config: &Config, site: &Site<'_>, resets: &mut BTreeSet<Reset>) {
+        let Some(&(hub, _)) = site.segments.get(&config.hub.segment) else { return };
+        let mut nodes = BTreeMap::new();
+        for (name, node) in &inventory.nodes {
+            for address in &node.addresses {
+                nodes.entry(*address).or_insert((name, node));
+            }
+        }
+        let fixed = frontend::fixed_backends(config);
+        for (key, entry) in &mut self.ids.backends.used {
+            let memory = &mut entry.memory;
+            let (Some(name), 0) = (&memory.node, key.port) else { continue };
+            let now = nodes.get(&key.address);
+            let same = now.is_some_and(|(now, node)| {
+                **now == *name && (memory.uid.is_empty() || node.uid.is_empty() || memory.uid == node.uid)
+            });
+            if same {
+                continue;
+            }
+            match now {
+                Some((name, node)) => {
+                    memory.node = Some((*name).clone());
+                    memory.uid.clone_from(&node.uid);
+                }
+                None => *memory = ids::BackendMemory::default(),
+            }
+            // The file still names it: then it has not gone.
+            if key.segment != hub || !fixed.contains(&(&config.hub.segment, key.address)) {
+                resets.insert(Reset::Address(key.segment, key.address));
+            }
+        }
+    }
+}
+
+/// Segments and tenants with their ids.
+#[derive(Debug, Default)]
+struct Site<'a> {
+    segments: BTreeMap<&'a SegmentName, (SegmentId, Option<&'a InterfaceFacts>)>,
+    tenants: BTreeMap<&'a str, TenantId>,
+}
+
+impl Site<'_> {
+    fn segment(&self, name: &SegmentName) -> Option<SegmentId> {
+        self.segments.get(name).map(|&(id, _)| id)
+    }
+
+    /// Primary address of the host in a segment, of IPv4.
+    fn primary(&self, name: &SegmentName) -> Option<IpAddr> {
+        let (_, facts) = self.segments.get(name)?;
+        (*facts)?.addresses.iter().map(IpNet::addr).find(IpAddr::is_ipv4)
+    }
+
+    fn is_host(&self, name: &SegmentName, address: IpAddr) -> bool {
+        let facts = self.segments.get(name).and_then(|(_, facts)| *facts);
+        facts.is_some_and(|facts| facts.all_addresses.iter().any(|own| own.addr() == address))
+    }
+}
+
+fn limits(config: &Config, tenant: &Tenant) -> TenantPlan {
+    // One tenant alone cannot fill the table.
+    let max_flows = tenant.limits.flows.unwrap_or((config.datapath.max_flows / 2).max(1));
+    let (host_access_all, host_access_icmp, host_access_ports) = match &tenant.host_access {
+        HostAccess::Own => (true, true, Vec::new()),
+        HostAccess::None => (false, false, Vec::new()),
+        HostAccess::Only { ports, icmp } => (false, *icmp, ports.clone()),
+    };
+    TenantPlan {
+        name: tenant.name.clone(),
+        max_flows,
+        new_flows_per_second: tenant.limits.new_flows_per_second.unwrap_or_default(),
+        // A handshake lasts a fraction of a second: an eighth is far more than any honest burst needs.
+        max_half_open: (max_flows / 8).max(64),
+        host_access_all,
+        host_access_icmp,
+        host_access_ports,
+    }
+}
+
+/// Notes a VIP, unless another tenant has it in this segment.
+fn add_vip(site: &Site<'_>, tenant: &Tenant, vip: IpAddr, plan: &mut Plan) {
+    let (Some(segment), Some(&id)) = (site.segment(&tenant.segment), site.tenants.get(tenant.name.as_str())) else {
+        return;
+    };
+    let mut notice = |reason, message| {
+        plan.notices.push(Notice { reason, service: None, tenant: Some(tenant.name.clone()), message });
+    };
+    if vip.is_ipv6() {
+        notice("Ipv6Unsupported", format!("the VIP {vip} is not served: IPv6 is not supported yet"));
+        return;
+    }
+    let entry = plan.addresses.entry((segment, vip)).or_default();
+    if entry.vip && entry.tenant != id {
+        notice(
+            "VipOfOtherTenant",
+            format!("the VIP {vip} belongs to another tenant in the same segment, and is not served"),
+        );
+        return;
+    }
+    if site.is_host(&tenant.segment, vip) {
+        notice(
+            "VipOnInterface",
+            format!(
+                "the VIP {vip} is also configured on the interface {}; remove it there: ports that no frontend uses are closed",
+                tenant.segment.interface
+            ),
+        );
+    }
+    *entry = AddressPlan { vip: true, tenant: id, host: false, snat: None };
 }

@@ -187,25 +187,23 @@ impl FrontendPlan {
 
     /// What is known of the backend: up if any of its targets is, else down if all are, else unknown.
     pub fn health_of(&self, backend: &FrontendBackend, health: &Health) -> TargetHealth {
-        combine(self.targets_of(backend).map(|target| health.get(&target)))
+        let known: Vec<_> = self.targets_of(backend).map(|target| health.get(&target)).collect();
+        let up = any_up(known.iter().map(|known| known.and_then(|known| known.up)));
+        known.into_iter().flatten().find(|known| known.up == up).cloned().unwrap_or_default()
     }
 }
 
 /// Up if any is up, down if all are down, else unknown.
-pub(crate) fn combine<'a>(results: impl Iterator<Item = Option<&'a TargetHealth>>) -> TargetHealth {
-    let mut down = None;
-    let mut unknown = false;
-    for result in results {
-        match result.map(|known| (known, known.up)) {
-            Some((known, Some(true))) => return known.clone(),
-            Some((known, Some(false))) => down = Some(known),
-            Some((_, None)) | None => unknown = true,
+pub(crate) fn any_up(states: impl Iterator<Item = Option<bool>>) -> Option<bool> {
+    let mut all_down = None;
+    for state in states {
+        match state {
+            Some(true) => return state,
+            Some(false) => all_down = all_down.or(Some(true)),
+            None => all_down = Some(false),
         }
     }
-    match down {
-        Some(known) if !unknown => known.clone(),
-        Some(_) | None => TargetHealth::default(),
-    }
+    all_down.filter(|&all| all).map(|_| false)
 }
 
 /// How the backends of a frontend are probed.

@@ -1,0 +1,202 @@
+//! Which addresses can be given out.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::{IpAddr, Ipv4Addr};
+
+use ipnet::IpNet;
+
+use crate::config::{AddressRange, Config, SegmentName, Tenant, Via};
+use crate::plan::model::HostFacts;
+use crate::source::{Inventory, ObjectName};
+
+struct Holder {
+    tenant: String,
+    service: ObjectName,
+    freed: Option<i64>,
+}
+
+/// What is known of the addresses of all segments.
+pub(super) struct Addresses<'a> {
+    config: &'a Config,
+    taken: &'a BTreeSet<(SegmentName, IpAddr)>,
+    /// Addresses with a purpose of their own, and which.
+    special: BTreeMap<(&'a SegmentName, IpAddr), String>,
+    prefixes: BTreeMap<&'a SegmentName, Vec<IpNet>>,
+    holders: BTreeMap<(SegmentName, IpAddr), Vec<Holder>>,
+    /// Where to go on in a tenant's pools: (range, offset). Nothing before it becomes free during a pass.
+    cursors: BTreeMap<(String, Vec<AddressRange>), (usize, u32)>,
+}
+
+impl<'a> Addresses<'a> {
+    pub(super) fn new(
+        config: &'a Config,
+        inventory: &Inventory,
+        host: &HostFacts,
+        taken: &'a BTreeSet<(SegmentName, IpAddr)>,
+    ) -> Self {
+        let mut special = BTreeMap::new();
+        let mut prefixes: BTreeMap<_, Vec<_>> = BTreeMap::new();
+        for tenant in &config.tenants {
+            let segment = &tenant.segment;
+            let facts = host.interfaces.get(&segment.interface).filter(|_| segment.vlan.is_none());
+            let own = tenant
+                .address
+                .into_iter()
+                .chain(facts.into_iter().flat_map(|facts| facts.all_addresses.iter().copied()));
+            for address in own {
+                special.insert((segment, address.addr()), "is the load balancer's own".to_owned());
+                prefixes.entry(segment).or_default().push(address.trunc());
+            }
+            let learnt = facts.into_iter().flat_map(|facts| facts.gateways.iter().copied());
+            for gateway in tenant.gateway.into_iter().chain(learnt) {
+                special.insert((segment, gateway), "is the gateway's".to_owned());
+            }
+            for frontend in &tenant.frontends {
+                if let Some(vip) = frontend.vip {
+                    special.entry((segment, vip)).or_insert_with(|| {
+                        format!("is reserved for frontend {} of tenant {}", frontend.name, tenant.name)
+                    });
+                }
+                for backend in frontend.backends.iter().filter(|_| frontend.via == Via::Tenant) {
+                    special.insert((segment, backend.address), "is a backend's".to_owned());
+                }
+            }
+            if *segment == config.hub.segment {
+                for address in inventory.nodes.values().flat_map(|node| &node.addresses) {
+                    special.insert((segment, *address), "is a node's".to_owned());
+                }
+                for address in &config.hub.snat {
+                    special.insert((segment, *address), "is a SNAT address".to_owned());
+                }
+            }
+        }
+        Self { config, taken, special, prefixes, holders: BTreeMap::new(), cursors: BTreeMap::new() }
+    }
+
+    /// Notes what the record says.
+    pub(super) fn hold(&mut self, tenant: &Tenant, address: IpAddr, service: &ObjectName, freed: Option<i64>) {
+        let holder = Holder { tenant: tenant.name.clone(), service: service.clone(), freed };
+        self.holders.entry((tenant.segment.clone(), address)).or_default().push(holder);
+    }
+
+    /// Undoes [`Self::hold`].
+    pub(super) fn release(&mut self, tenant: &Tenant, address: IpAddr, service: &ObjectName) {
+        if let Some(holders) = self.holders.get_mut(&(tenant.segment.clone(), address)) {
+            holders.retain(|holder| holder.service != *service);
+        }
+    }
+
+    /// Gives an address to a Service. Returns whose reservation ends by that: tenant and Service.
+    pub(super) fn take(
+        &mut self,
+        tenant: &Tenant,
+        address: IpAddr,
+        service: &ObjectName,
+    ) -> Option<(String, ObjectName)> {
+        let holders = self.holders.entry((tenant.segment.clone(), address)).or_default();
+        let former = holders.iter().position(|holder| holder.freed.is_some()).map(|index| holders.remove(index));
+        if !holders.iter().any(|holder| holder.service == *service) {
+            holders.push(Holder { tenant: tenant.name.clone(), service: service.clone(), freed: None });
+        }
+        former.map(|former| (former.tenant, former.service))
+    }
+
+    /// Whether a Service may keep the address that the record names; else why not.
+    pub(super) fn keepable(&self, tenant: &Tenant, address: IpAddr, service: &ObjectName) -> Result<(), String> {
+        let other = self.config.tenants.iter().find(|other| {
+            other.segment == tenant.segment
+                && other.name != tenant.name
+                && other.pools.iter().any(|pool| pool.contains(address))
+        });
+        if let Some(other) = other {
+            return Err(format!("it is in the pool of tenant {} now", other.name));
+        }
+        let holders = self.holders.get(&(tenant.segment.clone(), address));
+        // Two entries for one address can only come from a damaged record; the first by name keeps it.
+        match holders.into_iter().flatten().find(|holder| holder.freed.is_none()) {
+            Some(holder) if holder.service != *service && holder.service < *service => {
+                Err(format!("it is also recorded for {}", holder.service))
+            }
+            Some(_) | None => Ok(()),
+        }
+    }
+
+    /// Whether a Service may have this address; else why not. A reservation for another Service is no hindrance.
+    pub(super) fn free(&self, tenant: &Tenant, address: IpAddr, service: &ObjectName) -> Result<(), String> {
+        if !tenant.pools.iter().any(|pool| pool.contains(address)) {
+            return Err(format!("it is in no pool of tenant {}", tenant.name));
+        }
+        self.usable(tenant, address)?;
+        let holders = self.holders.get(&(tenant.segment.clone(), address));
+        match holders.into_iter().flatten().find(|holder| holder.freed.is_none() && holder.service != *service) {
+            Some(holder) => Err(format!("it belongs to the Service {}", holder.service)),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether anybody may have this address; else why not.
+    fn usable(&self, tenant: &Tenant, address: IpAddr) -> Result<(), String> {
+        let IpAddr::V4(v4) = address else { return Err("IPv6 is not supported yet".to_owned()) };
+        if tenant.avoid.iter().any(|range| range.contains(address)) {
+            return Err("the configuration says to avoid it".to_owned());
+        }
+        if let Some(purpose) = self.special.get(&(&tenant.segment, address)) {
+            return Err(format!("it {purpose}"));
+        }
+        for prefix in self.prefixes.get(&tenant.segment).into_iter().flatten() {
+            if let IpNet::V4(prefix) = prefix
+                && prefix.prefix_len() < 31
+                && prefix.contains(&v4)
+                && (prefix.network() == v4 || prefix.broadcast() == v4)
+            {
+                return Err(format!("it is the network or broadcast address of {prefix}"));
+            }
+        }
+        if v4.is_multicast() || v4.is_loopback() || v4.is_unspecified() || v4.is_broadcast() {
+            return Err("no host can have it".to_owned());
+        }
+        if self.taken.contains(&(tenant.segment.clone(), address)) {
+            return Err("another station answers for it".to_owned());
+        }
+        Ok(())
+    }
+
+    /// An address for a Service: the first that nobody has or had of late, else the one freed longest ago.
+    pub(super) fn next(&mut self, tenant: &Tenant, pools: &[AddressRange], service: &ObjectName) -> Option<IpAddr> {
+        let key = (tenant.name.clone(), pools.to_vec());
+        let (mut range, mut offset) = self.cursors.get(&key).copied().unwrap_or_default();
+        let mut found = None;
+        while let (None, Some(pool)) = (found, pools.get(range)) {
+            let candidate = match (pool.first, pool.last) {
+                (IpAddr::V4(first), IpAddr::V4(last)) => {
+                    u32::from(first).checked_add(offset).filter(|&it| it <= last.into())
+                }
+                (IpAddr::V4(_) | IpAddr::V6(_), _) => None,
+            };
+            let Some(candidate) = candidate else {
+                range += 1;
+                offset = 0;
+                continue;
+            };
+            offset += 1;
+            let address = IpAddr::V4(Ipv4Addr::from(candidate));
+            let held = self.holders.get(&(tenant.segment.clone(), address)).is_some_and(|holders| !holders.is_empty());
+            if !held && self.free(tenant, address, service).is_ok() {
+                found = Some(address);
+            }
+        }
+        self.cursors.insert(key, (range, offset));
+        found.or_else(|| {
+            let longest = self.holders.iter().filter(|((segment, address), holders)| {
+                *segment == tenant.segment
+                    && !holders.is_empty()
+                    && pools.iter().any(|pool| pool.contains(*address))
+                    && self.free(tenant, *address, service).is_ok()
+            });
+            let longest = longest.filter_map(|((_, address), holders)| {
+                Some((holders.iter().filter_map(|holder| holder.freed).min()?, *address))
+            });
+            longest.min().map(|(_, address)| address)
+        })
+    }
+}

@@ -1,0 +1,236 @@
+//! Whose a Service is, and whether it can be served at all.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+
+use ipnet::IpNet;
+
+use super::{CLASS, GUEST_LABEL, ServiceAssignment, VIP_ANNOTATION};
+use crate::config::{Claim, Config, Frontend, Protocol, Tenant};
+use crate::plan::model::Notice;
+use crate::source::{Inventory, ObjectName, Service, ServiceKind};
+
+const SOURCE_RANGES_ANNOTATION: &str = "service.beta.kubernetes.io/load-balancer-source-ranges";
+
+/// A Service that some tenant has to do with.
+pub(super) struct Wanted<'a> {
+    pub(super) tenant: &'a Tenant,
+    /// The object, if it exists.
+    pub(super) service: Option<&'a Service>,
+    /// The frontend of the file that reserves it.
+    pub(super) frontend: Option<&'a Frontend>,
+    /// The claim that matches.
+    pub(super) claim: Option<&'a Claim>,
+    /// Its status is ours.
+    pub(super) claimed: bool,
+}
+
+impl Wanted<'_> {
+    /// What it has before it has an address.
+    pub(super) fn assignment(&self) -> ServiceAssignment {
+        ServiceAssignment {
+            tenant: self.tenant.name.clone(),
+            claimed: self.claimed,
+            frontend: self.frontend.map(|frontend| frontend.name.clone()),
+            addresses: Vec::new(),
+        }
+    }
+}
+
+/// All Services that are claimed or reserved.
+pub(super) fn wanted<'a>(
+    config: &'a Config,
+    inventory: &'a Inventory,
+    notices: &mut Vec<Notice>,
+) -> BTreeMap<ObjectName, Wanted<'a>> {
+    let mut all = BTreeMap::new();
+    for (name, service) in &inventory.services {
+        if service.kind != ServiceKind::LoadBalancer || service.class.as_deref().is_some_and(|class| class != CLASS) {
+            continue;
+        }
+        let mut matching = config
+            .tenants
+            .iter()
+            .filter_map(|tenant| {
+                tenant.claims.iter().find(|claim| matches(claim, name, service, inventory)).map(|claim| (tenant, claim))
+            })
+            .collect::<Vec<_>>();
+        matching.sort_by(|(left, _), (right, _)| left.name.cmp(&right.name));
+        match matching.as_slice() {
+            [] => {
+                let reserved = config.tenants.iter().any(|tenant| tenant.frontends.iter().any(|it| names(it, name)));
+                if service.class.is_some() && !reserved {
+                    notices.push(Notice {
+                        reason: "NoTenant",
+                        service: Some(name.clone()),
+                        tenant: None,
+                        message: format!(
+                            "this Service asks for the class {CLASS}, but no tenant of this load balancer claims it"
+                        ),
+                    });
+                }
+            }
+            [(tenant, claim)] => {
+                let wanted =
+                    Wanted { tenant, service: Some(service), frontend: None, claim: Some(claim), claimed: true };
+                all.insert(name.clone(), wanted);
+            }
+            [(first, _), .., (last, _)] => notices.push(Notice {
+                reason: "ClaimedTwice",
+                service: Some(name.clone()),
+                tenant: None,
+                message: format!(
+                    "the tenants {} and {} both claim this Service, so neither serves it; narrow one of the claims",
+                    first.name, last.name
+                ),
+            }),
+        }
+    }
+    for tenant in &config.tenants {
+        for frontend in &tenant.frontends {
+            let Some((namespace, service)) = &frontend.service else { continue };
+            let name = ObjectName { namespace: namespace.clone(), name: service.clone() };
+            match all.get_mut(&name) {
+                None => {
+                    let service = inventory.services.get(&name);
+                    all.insert(name, Wanted { tenant, service, frontend: Some(frontend), claim: None, claimed: false });
+                }
+                Some(wanted) if wanted.tenant.name == tenant.name && wanted.frontend.is_none() => {
+                    wanted.frontend = Some(frontend);
+                }
+                // Forwarded with the address that the file gives.
+                Some(_) if frontend.vip.is_some() => {}
+                Some(wanted) => notices.push(Notice {
+                    reason: "ReservationNeedsVip",
+                    service: Some(name),
+                    tenant: Some(tenant.name.clone()),
+                    message: format!(
+                        "the frontend {} of tenant {} names a Service that tenant {} serves already; give the frontend a vip",
+                        frontend.name, tenant.name, wanted.tenant.name
+                    ),
+                }),
+            }
+        }
+    }
+    all
+}
+
+fn names(frontend: &Frontend, name: &ObjectName) -> bool {
+    frontend.service.as_ref().is_some_and(|(namespace, service)| *namespace == name.namespace && *service == name.name)
+}
+
+fn matches(claim: &Claim, name: &ObjectName, service: &Service, inventory: &Inventory) -> bool {
+    let contains = |have: Option<&BTreeMap<String, String>>, want: &BTreeMap<String, String>| {
+        want.iter().all(|(key, value)| have.and_then(|have| have.get(key)) == Some(value))
+    };
+    let empty = claim.namespaces.is_empty() && claim.namespace_labels.is_empty() && claim.service_labels.is_empty();
+    // A claim that says nothing claims nothing, rather than every Service of the cluster.
+    !empty
+        && (claim.namespaces.is_empty() || claim.namespaces.contains(&name.namespace))
+        && contains(inventory.namespaces.get(&name.namespace), &claim.namespace_labels)
+        && contains(Some(&service.labels), &claim.service_labels)
+}
+
+/// Whether a guest cluster made the Service: then a tenant's user chose its annotations.
+pub(super) fn is_guest_made(service: &Service) -> bool {
+    service.labels.contains_key(GUEST_LABEL)
+}
+
+/// The address that a Service asks for. Untrusted text.
+pub(super) fn requested(service: &Service, annotations: &[String]) -> Result<Option<IpAddr>, String> {
+    if is_guest_made(service) {
+        return Ok(None);
+    }
+    let mut found: Option<(IpAddr, &str)> = None;
+    let texts = std::iter::once(VIP_ANNOTATION)
+        .chain(annotations.iter().map(String::as_str))
+        .filter_map(|key| Some((key, service.annotations.get(key)?.as_str())))
+        .chain(service.requested_address.as_deref().map(|text| ("spec.loadBalancerIP", text)));
+    for (key, text) in texts {
+        let text = text.trim();
+        if text.is_empty() {
+            continue;
+        }
+        let address: IpAddr =
+            text.parse().map_err(|_| format!("{key} holds {}, which is not an IP address", shortened(text)))?;
+        match found {
+            Some((other, first)) if other != address => {
+                return Err(format!("{first} asks for {other}, but {key} asks for {address}"));
+            }
+            Some(_) | None => found = Some((address, key)),
+        }
+    }
+    Ok(found.map(|(address, _)| address))
+}
+
+/// Enough of an untrusted text to find it again.
+fn shortened(text: &str) -> String {
+    let mut short: String = text.chars().take(40).collect();
+    if short.len() < text.len() {
+        short.push('…');
+    }
+    format!("{short:?}")
+}
+
+/// Why a Service cannot be served at all: reason and text of its notice.
+///
+/// Such a Service gets no new address, and nothing is forwarded: a restriction that is not understood is never left out.
+pub(crate) fn unserved(service: &Service) -> Option<(&'static str, String)> {
+    if service.kind == ServiceKind::ExternalName {
+        return Some(("ExternalName", "a Service of type ExternalName has nothing to forward to".to_owned()));
+    }
+    if !service.selector && is_guest_made(service) {
+        return Some((
+            "EndpointsModeUnsupported",
+            "this Service mirrors one of a hosted cluster; backends from its EndpointSlices are not supported yet"
+                .to_owned(),
+        ));
+    }
+    if restricted(service) {
+        return Some((
+            "SourceRangesUnsupported",
+            "loadBalancerSourceRanges are not supported yet; the Service stays closed rather than open to everybody"
+                .to_owned(),
+        ));
+    }
+    if service.kind == ServiceKind::LoadBalancer && service.policy_local && service.health_port.is_some() {
+        return Some((
+            "LocalPolicyUnsupported",
+            "externalTrafficPolicy Local with a health check node port is not supported yet; use Cluster".to_owned(),
+        ));
+    }
+    if service.require_dual_stack {
+        return Some(("Ipv6Unsupported", "RequireDualStack cannot be met: IPv6 is not supported yet".to_owned()));
+    }
+    if !service.families_v6.is_empty() && service.families_v6.iter().all(|&v6| v6) {
+        return Some(("Ipv6Unsupported", "this Service is IPv6 only, which is not supported yet".to_owned()));
+    }
+    if !service.ports.is_empty() && !service.ports.iter().any(|port| port.protocol() == Some(Protocol::Tcp)) {
+        let mut protocols: Vec<_> = service.ports.iter().map(|port| shortened(&port.protocol)).collect();
+        protocols.sort();
+        protocols.dedup();
+        return Some((
+            "ProtocolUnsupported",
+            format!("no port of this Service has a supported protocol: {} instead of TCP", protocols.join(", ")),
+        ));
+    }
+    None
+}
+
+/// Whether the Service limits its clients. Ranges that cannot be read limit too.
+fn restricted(service: &Service) -> bool {
+    let annotation = service.annotations.get(SOURCE_RANGES_ANNOTATION).map_or("", String::as_str);
+    let ranges: Vec<&str> = if service.source_ranges.is_empty() {
+        annotation.split(',').map(str::trim).filter(|range| !range.is_empty()).collect()
+    } else {
+        service.source_ranges.iter().map(|range| range.trim()).collect()
+    };
+    if ranges.is_empty() {
+        return false;
+    }
+    let parsed: Result<Vec<IpNet>, _> = ranges.iter().map(|range| range.parse()).collect();
+    match parsed {
+        Ok(ranges) => !ranges.iter().any(|range| range.addr().is_ipv4() && range.prefix_len() == 0),
+        Err(_) => true,
+    }
+}

@@ -1,0 +1,471 @@
+//! Whose Services are, and that addresses stay.
+
+use std::collections::BTreeSet;
+use std::net::IpAddr;
+
+use super::*;
+use crate::config::{Claim, Config, Guest};
+use crate::plan::testing::{config, host, inventory, ip, name, range, service, shared, tenant};
+use crate::source::{Inventory, Service, ServiceKind};
+
+const NOW: i64 = 1_700_000_000;
+
+struct World {
+    config: Config,
+    inventory: Inventory,
+    taken: BTreeSet<(SegmentName, IpAddr)>,
+    ipam: Ipam,
+    now: i64,
+}
+
+impl World {
+    fn new() -> Self {
+        Self { config: config(), inventory: inventory(), taken: BTreeSet::new(), ipam: Ipam::default(), now: NOW }
+    }
+
+    fn add(&mut self, named: &str, uid: &str) -> &mut Service {
+        let entry = self.inventory.services.entry(name(named));
+        entry.or_insert_with(|| service(uid, &[(6443, 30918)]))
+    }
+
+    fn assign(&mut self) -> Assignments {
+        self.ipam.assign(&self.config, &self.inventory, &host(), &self.taken, self.now)
+    }
+
+    /// What a restart without the state directory leaves.
+    fn forget(&mut self) {
+        self.ipam = Ipam::new(Record::default());
+    }
+
+    /// What the status writer does.
+    fn write_status(&mut self, assignments: &Assignments) {
+        for (name, assignment) in &assignments.services {
+            if let Some(service) = self.inventory.services.get_mut(name)
+                && assignment.claimed
+                && !assignment.addresses.is_empty()
+            {
+                service.ingress = assignment.addresses.iter().map(ToString::to_string).collect();
+            }
+        }
+    }
+}
+
+fn address(assignments: &Assignments, named: &str) -> Option<IpAddr> {
+    assignments.services.get(&name(named)).and_then(|assignment| assignment.addresses.first().copied())
+}
+
+fn reasons(assignments: &Assignments) -> Vec<(&'static str, String)> {
+    let notices = assignments.notices.iter();
+    notices.map(|it| (it.reason, it.service.as_ref().map(ToString::to_string).unwrap_or_default())).collect()
+}
+
+#[test]
+fn b45_an_address_at_once_without_backend_or_node_port() {
+    let mut world = World::new();
+    world.inventory.nodes.clear();
+    world.add("clusters-tenant-a/kube-apiserver", "1").ports[0].node_port = 0;
+    let assignments = world.assign();
+    let assignment = &assignments.services[&name("clusters-tenant-a/kube-apiserver")];
+    assert_eq!(assignment.addresses, [ip("192.168.203.110")]);
+    assert!(assignment.claimed);
+    assert!(assignments.notices.is_empty(), "{:?}", assignments.notices);
+}
+
+#[test]
+fn only_what_a_claim_matches_is_ours() {
+    let mut world = World::new();
+    world.add("clusters-tenant-a/plain", "1");
+    world.add("clusters-tenant-a/ours", "2").class = Some(CLASS.to_owned());
+    world.add("clusters-tenant-a/foreign", "3").class = Some("loxilb.io/loxilb".to_owned());
+    world.add("clusters-tenant-a/node-port", "4").kind = ServiceKind::NodePort;
+    world.add("openshift-ingress/router", "5");
+    world.add("elsewhere/ours", "6").class = Some(CLASS.to_owned());
+    let assignments = world.assign();
+    let names: Vec<_> = assignments.services.keys().map(ToString::to_string).collect();
+    assert_eq!(names, ["clusters-tenant-a/ours", "clusters-tenant-a/plain"]);
+    assert_eq!(reasons(&assignments), [("NoTenant", "elsewhere/ours".to_owned())]);
+}
+
+#[test]
+fn claims_by_labels() {
+    let mut world = World::new();
+    let labels = |key: &str| [(key.to_owned(), "yes".to_owned())].into_iter().collect();
+    world.config.tenants[0].claims =
+        vec![Claim { namespace_labels: labels("edge"), service_labels: labels("public"), ..Claim::default() }];
+    world.inventory.namespaces.insert("one".to_owned(), labels("edge"));
+    world.add("one/a", "1").labels = labels("public");
+    world.add("one/b", "2");
+    world.add("two/a", "3").labels = labels("public");
+    let assignments = world.assign();
+    assert_eq!(assignments.services.keys().collect::<Vec<_>>(), [&name("one/a")]);
+    // A claim without any rule matches nothing.
+    world.config.tenants[0].claims = vec![Claim::default()];
+    assert!(world.assign().services.is_empty());
+}
+
+#[test]
+fn a_service_of_two_tenants_gets_neither() {
+    let mut world = World::new();
+    let mut other = tenant("tenant-b", "eth2");
+    other.claims = world.config.tenants[0].claims.clone();
+    world.config.tenants.push(other);
+    world.add("clusters-tenant-a/kube-apiserver", "1");
+    let assignments = world.assign();
+    assert!(assignments.services.is_empty());
+    assert_eq!(reasons(&assignments), [("ClaimedTwice", "clusters-tenant-a/kube-apiserver".to_owned())]);
+}
+
+#[test]
+fn a_reservation_is_there_before_its_service_and_writes_nothing_to_it() {
+    let mut world = World::new();
+    world.config.tenants[0].frontends.push(shared());
+    let shared_name = "openshift-ingress/router-nodeport-tenant-a";
+    assert_eq!(address(&world.assign(), shared_name), Some(ip("192.168.203.111")));
+    world.add(shared_name, "1").kind = ServiceKind::NodePort;
+    let assignment = &world.assign().services[&name(shared_name)];
+    assert_eq!(assignment.addresses, [ip("192.168.203.111")]);
+    assert_eq!(assignment.frontend.as_deref(), Some("ingress-shared-lb"));
+    assert!(!assignment.claimed);
+    // Without a vip it gets one from the pool, and keeps it.
+    world.config.tenants[0].frontends[0].vip = None;
+    world.inventory.services.clear();
+    let before = address(&world.assign(), shared_name);
+    assert_eq!(before, Some(ip("192.168.203.110")));
+    world.add("clusters-tenant-a/kube-apiserver", "2");
+    world.add(shared_name, "1").kind = ServiceKind::NodePort;
+    let assignments = world.assign();
+    assert_eq!(address(&assignments, shared_name), before);
+    assert_eq!(address(&assignments, "clusters-tenant-a/kube-apiserver"), Some(ip("192.168.203.111")));
+}
+
+#[test]
+fn a_reserved_address_is_not_given_to_others() {
+    let mut world = World::new();
+    let mut reservation = shared();
+    reservation.vip = Some(ip("192.168.203.110"));
+    world.config.tenants[0].frontends.push(reservation);
+    world.add("clusters-tenant-a/kube-apiserver", "1");
+    assert_eq!(address(&world.assign(), "clusters-tenant-a/kube-apiserver"), Some(ip("192.168.203.111")));
+}
+
+#[test]
+fn a_claimed_and_reserved_service_has_the_address_of_the_file_and_keeps_it() {
+    let mut world = World::new();
+    let mut reservation = shared();
+    reservation.service = Some(("clusters-tenant-a".to_owned(), "kube-apiserver".to_owned()));
+    world.config.tenants[0].frontends.push(reservation);
+    world.add("clusters-tenant-a/kube-apiserver", "1");
+    let assignments = world.assign();
+    let assignment = &assignments.services[&name("clusters-tenant-a/kube-apiserver")];
+    assert!(assignment.claimed);
+    assert_eq!(assignment.addresses, [ip("192.168.203.111")]);
+    world.write_status(&assignments);
+    world.config.tenants[0].frontends.clear();
+    assert_eq!(address(&world.assign(), "clusters-tenant-a/kube-apiserver"), Some(ip("192.168.203.111")));
+}
+
+#[test]
+fn addresses_are_sticky_when_others_come_and_go() {
+    let mut world = World::new();
+    for number in 0..5 {
+        world.add(&format!("clusters-tenant-a/s{number}"), &number.to_string());
+    }
+    let before = world.assign();
+    let generation = world.ipam.record().generation;
+    assert_eq!(world.assign(), before);
+    assert_eq!(world.ipam.record().generation, generation);
+    world.inventory.services.remove(&name("clusters-tenant-a/s0"));
+    world.config.tenants[0].pools =
+        vec![range("192.168.203.112-192.168.203.119"), range("192.168.203.90-192.168.203.111")];
+    let after = world.assign();
+    for number in 1..5 {
+        let service = format!("clusters-tenant-a/s{number}");
+        assert_eq!(address(&after, &service), address(&before, &service));
+    }
+    assert!(world.ipam.record().generation > generation);
+    // The record survives a restart as JSON.
+    let text = serde_json::to_string(world.ipam.record()).unwrap();
+    world.ipam = Ipam::new(serde_json::from_str(&text).unwrap());
+    assert_eq!(world.assign(), after);
+}
+
+#[test]
+fn a_pool_that_no_longer_covers_an_address_does_not_take_it_away() {
+    let mut world = World::new();
+    world.add("clusters-tenant-a/s", "1");
+    let before = address(&world.assign(), "clusters-tenant-a/s");
+    world.config.tenants[0].pools = vec![range("192.168.203.90-192.168.203.91")];
+    let after = world.assign();
+    assert_eq!(address(&after, "clusters-tenant-a/s"), before);
+    assert_eq!(reasons(&after)[0].0, "AddressOutsidePool");
+    // Unless it is another tenant's now.
+    let mut other = tenant("tenant-b", "eth1");
+    other.pools = vec![range("192.168.203.110")];
+    world.config.tenants.push(other);
+    let after = world.assign();
+    assert_eq!(address(&after, "clusters-tenant-a/s"), Some(ip("192.168.203.90")));
+    assert_eq!(reasons(&after)[0].0, "AddressWithdrawn");
+}
+
+#[test]
+fn a_freed_address_is_kept_a_day_for_the_same_name() {
+    let mut world = World::new();
+    world.add("clusters-tenant-a/a", "1");
+    assert_eq!(address(&world.assign(), "clusters-tenant-a/a"), Some(ip("192.168.203.110")));
+    world.inventory.services.clear();
+    world.assign();
+    world.now += RESERVED - 1;
+    world.add("clusters-tenant-a/b", "2");
+    assert_eq!(address(&world.assign(), "clusters-tenant-a/b"), Some(ip("192.168.203.111")));
+    world.add("clusters-tenant-a/a", "3");
+    assert_eq!(address(&world.assign(), "clusters-tenant-a/a"), Some(ip("192.168.203.110")));
+    // After a day it is anybody's.
+    world.inventory.services.remove(&name("clusters-tenant-a/a"));
+    world.assign();
+    world.now += RESERVED;
+    world.add("clusters-tenant-a/c", "4");
+    assert_eq!(address(&world.assign(), "clusters-tenant-a/c"), Some(ip("192.168.203.110")));
+}
+
+#[test]
+fn an_exhausted_pool_says_so_and_heals_when_a_service_goes() {
+    let mut world = World::new();
+    world.config.tenants[0].pools = vec![range("192.168.203.110-192.168.203.111")];
+    for (number, created) in [("a", 3), ("b", 2), ("c", 1)] {
+        world.add(&format!("clusters-tenant-a/{number}"), number).created = created;
+    }
+    let assignments = world.assign();
+    // Oldest first.
+    assert_eq!(address(&assignments, "clusters-tenant-a/c"), Some(ip("192.168.203.110")));
+    assert_eq!(address(&assignments, "clusters-tenant-a/b"), Some(ip("192.168.203.111")));
+    assert_eq!(address(&assignments, "clusters-tenant-a/a"), None);
+    assert_eq!(reasons(&assignments), [("PoolExhausted", "clusters-tenant-a/a".to_owned())]);
+    assert!(assignments.notices[0].message.contains("192.168.203.110-192.168.203.111"), "{:?}", assignments.notices);
+    world.inventory.services.remove(&name("clusters-tenant-a/c"));
+    let assignments = world.assign();
+    assert_eq!(address(&assignments, "clusters-tenant-a/a"), Some(ip("192.168.203.110")));
+    assert_eq!(address(&assignments, "clusters-tenant-a/b"), Some(ip("192.168.203.111")));
+    assert!(assignments.notices.is_empty());
+}
+
+#[test]
+fn addresses_that_nobody_can_have_are_never_given_out() {
+    let mut world = World::new();
+    world.config.tenants[0].pools =
+        vec![range("192.168.203.0-192.168.203.5"), range("192.168.203.253-192.168.203.255")];
+    world.config.tenants[0].avoid = vec![range("192.168.203.3")];
+    world.taken.insert((world.config.tenants[0].segment.clone(), ip("192.168.203.4")));
+    for number in 0..6 {
+        world.add(&format!("clusters-tenant-a/s{number}"), &number.to_string());
+    }
+    let assignments = world.assign();
+    let given: Vec<_> = assignments.services.values().flat_map(|it| it.addresses.clone()).collect();
+    // Not .0 (network), .1 (gateway), .2 (host), .3 (avoid), .4 (taken), .255 (broadcast).
+    assert_eq!(given, [ip("192.168.203.5"), ip("192.168.203.253"), ip("192.168.203.254")]);
+    assert_eq!(reasons(&assignments).len(), 3);
+}
+
+#[test]
+fn nodes_on_the_tenants_interface_keep_their_addresses() {
+    let mut world = World::new();
+    world.config.tenants[0].segment = world.config.hub.segment.clone();
+    world.config.tenants[0].pools = vec![range("10.32.96.105-10.32.96.109")];
+    world.add("clusters-tenant-a/s", "1");
+    assert_eq!(address(&world.assign(), "clusters-tenant-a/s"), Some(ip("10.32.96.109")));
+}
+
+#[test]
+fn a_lost_record_is_rebuilt_from_the_status_oldest_first() {
+    let mut world = World::new();
+    for (number, created) in [("a", 1), ("b", 2), ("c", 3)] {
+        world.add(&format!("clusters-tenant-a/{number}"), number).created = created;
+    }
+    let before = world.assign();
+    world.write_status(&before);
+    world.forget();
+    // A newcomer that is older than all does not take an address that is in use.
+    world.add("clusters-tenant-a/0", "0").created = 0;
+    let after = world.assign();
+    for number in ["a", "b", "c"] {
+        let service = format!("clusters-tenant-a/{number}");
+        assert_eq!(address(&after, &service), address(&before, &service));
+    }
+    assert_eq!(address(&after, "clusters-tenant-a/0"), Some(ip("192.168.203.113")));
+    assert!(after.notices.is_empty());
+    // Two that show the same address: the older one has it.
+    world.forget();
+    world.inventory.services.get_mut(&name("clusters-tenant-a/c")).unwrap().ingress =
+        vec!["192.168.203.110".to_owned()];
+    let after = world.assign();
+    assert_eq!(address(&after, "clusters-tenant-a/a"), Some(ip("192.168.203.110")));
+    assert_eq!(address(&after, "clusters-tenant-a/c"), None);
+    assert_eq!(reasons(&after), [("ForeignAddress", "clusters-tenant-a/c".to_owned())]);
+}
+
+#[test]
+fn a_foreign_address_is_left_alone() {
+    let mut world = World::new();
+    for (number, shown) in [("a", "203.0.113.9"), ("b", "edge.example.org"), ("c", "192.168.203.2"), ("d", "fd00::1")] {
+        world.add(&format!("clusters-tenant-a/{number}"), number).ingress = vec![shown.to_owned()];
+    }
+    let assignments = world.assign();
+    assert_eq!(assignments.services.len(), 4);
+    assert!(assignments.services.values().all(|it| it.addresses.is_empty() && !it.claimed));
+    assert!(reasons(&assignments).iter().all(|(reason, _)| *reason == "ForeignAddress"));
+    assert_eq!(assignments.notices.len(), 4);
+}
+
+#[test]
+fn nothing_is_given_out_or_freed_before_the_list_is_complete() {
+    let mut world = World::new();
+    world.add("clusters-tenant-a/a", "1");
+    let before = world.assign();
+    world.inventory.complete = false;
+    world.add("clusters-tenant-a/b", "2");
+    assert_eq!(address(&world.assign(), "clusters-tenant-a/b"), None);
+    world.inventory.services.clear();
+    world.assign();
+    world.now += 2 * RESERVED;
+    world.inventory.complete = true;
+    world.add("clusters-tenant-a/a", "1");
+    world.add("clusters-tenant-a/0", "0");
+    assert_eq!(address(&world.assign(), "clusters-tenant-a/a"), address(&before, "clusters-tenant-a/a"));
+}
+
+#[test]
+fn a_requested_address_is_honoured_inside_the_pool_only() {
+    let mut world = World::new();
+    world.config.address_annotations = vec!["metallb.io/loadBalancerIPs".to_owned()];
+    world.add("clusters-tenant-a/a", "1").annotations.insert(VIP_ANNOTATION.to_owned(), "192.168.203.115".to_owned());
+    world.add("clusters-tenant-a/b", "2").requested_address = Some("192.168.203.116".to_owned());
+    let both = world.add("clusters-tenant-a/c", "3");
+    both.annotations.insert("metallb.io/loadBalancerIPs".to_owned(), "192.168.203.117".to_owned());
+    both.requested_address = Some("192.168.203.117".to_owned());
+    world.add("clusters-tenant-a/d", "4").requested_address = Some("203.0.113.1".to_owned());
+    world.add("clusters-tenant-a/e", "5").requested_address = Some("192.168.203.115".to_owned());
+    let differ = world.add("clusters-tenant-a/f", "6");
+    differ.annotations.insert(VIP_ANNOTATION.to_owned(), "192.168.203.118".to_owned());
+    differ.requested_address = Some("192.168.203.119".to_owned());
+    world.add("clusters-tenant-a/g", "7").annotations.insert(VIP_ANNOTATION.to_owned(), "300.1.1.1\0".to_owned());
+    let assignments = world.assign();
+    for (service, given) in [("a", "192.168.203.115"), ("b", "192.168.203.116"), ("c", "192.168.203.117")] {
+        assert_eq!(address(&assignments, &format!("clusters-tenant-a/{service}")), Some(ip(given)));
+    }
+    for service in ["d", "e", "f", "g"] {
+        assert_eq!(address(&assignments, &format!("clusters-tenant-a/{service}")), None);
+    }
+    assert_eq!(assignments.notices.len(), 4);
+    assert!(assignments.notices.iter().all(|notice| notice.reason == "AddressRequestRefused"));
+    // A later edit keeps the old address.
+    world.write_status(&assignments);
+    world.add("clusters-tenant-a/b", "2").requested_address = Some("192.168.203.119".to_owned());
+    let assignments = world.assign();
+    assert_eq!(address(&assignments, "clusters-tenant-a/b"), Some(ip("192.168.203.116")));
+    assert!(reasons(&assignments).contains(&("AddressRequestRefused", "clusters-tenant-a/b".to_owned())));
+    // The holder goes: the one that waits takes over, though the address is reserved.
+    world.inventory.services.remove(&name("clusters-tenant-a/a"));
+    assert_eq!(address(&world.assign(), "clusters-tenant-a/e"), Some(ip("192.168.203.115")));
+}
+
+#[test]
+fn requests_of_guests_are_ignored_and_their_number_is_limited() {
+    let mut world = World::new();
+    world.config.tenants[0].claims[0].guest =
+        Guest { max_vips: Some(1), pools: vec![range("192.168.203.118-192.168.203.119")] };
+    for (number, created) in [("a", 1), ("b", 2)] {
+        let guest = world.add(&format!("clusters-tenant-a/{number}"), number);
+        guest.created = created;
+        guest.labels.insert(GUEST_LABEL.to_owned(), "web".to_owned());
+        guest.requested_address = Some("192.168.203.110".to_owned());
+    }
+    let assignments = world.assign();
+    assert_eq!(address(&assignments, "clusters-tenant-a/a"), Some(ip("192.168.203.118")));
+    assert_eq!(reasons(&assignments), [("GuestLimit", "clusters-tenant-a/b".to_owned())]);
+}
+
+#[test]
+fn a_terminating_service_keeps_its_address_and_gets_no_new_one() {
+    let mut world = World::new();
+    world.add("clusters-tenant-a/a", "1");
+    let before = world.assign();
+    world.add("clusters-tenant-a/a", "1").terminating = true;
+    world.add("clusters-tenant-a/b", "2").terminating = true;
+    let after = world.assign();
+    assert_eq!(address(&after, "clusters-tenant-a/a"), address(&before, "clusters-tenant-a/a"));
+    assert_eq!(address(&after, "clusters-tenant-a/b"), None);
+}
+
+#[test]
+fn what_is_not_served_yet_gets_no_address_but_keeps_one_it_has() {
+    let change: [(&str, fn(&mut Service)); 8] = [
+        ("SourceRangesUnsupported", |it| it.source_ranges = vec!["203.0.113.0/24".to_owned()]),
+        ("SourceRangesUnsupported", |it| it.source_ranges = vec!["0.0.0.0/0".to_owned(), "bad".to_owned()]),
+        ("SourceRangesUnsupported", |it| {
+            let key = "service.beta.kubernetes.io/load-balancer-source-ranges".to_owned();
+            it.annotations.insert(key, "203.0.113.9/32".to_owned());
+        }),
+        ("LocalPolicyUnsupported", |it| (it.policy_local, it.health_port) = (true, Some(32000))),
+        ("Ipv6Unsupported", |it| it.require_dual_stack = true),
+        ("Ipv6Unsupported", |it| it.families_v6 = vec![true]),
+        ("ProtocolUnsupported", |it| it.ports[0].protocol = "SCTP".to_owned()),
+        ("EndpointsModeUnsupported", |it| {
+            it.selector = false;
+            it.labels.insert(GUEST_LABEL.to_owned(), "web".to_owned());
+        }),
+    ];
+    for (reason, change) in change {
+        let mut world = World::new();
+        change(world.add("clusters-tenant-a/a", "1"));
+        let assignments = world.assign();
+        assert_eq!(address(&assignments, "clusters-tenant-a/a"), None, "{reason}");
+        assert_eq!(reasons(&assignments), [(reason, "clusters-tenant-a/a".to_owned())]);
+
+        let mut world = World::new();
+        world.add("clusters-tenant-a/a", "1");
+        world.assign();
+        change(world.add("clusters-tenant-a/a", "1"));
+        let assignments = world.assign();
+        assert_eq!(address(&assignments, "clusters-tenant-a/a"), Some(ip("192.168.203.110")), "{reason}");
+        assert_eq!(reasons(&assignments), [(reason, "clusters-tenant-a/a".to_owned())]);
+    }
+}
+
+#[test]
+fn what_looks_odd_but_can_be_served_is() {
+    let change: [fn(&mut Service); 5] = [
+        |it| it.families_v6 = vec![false, true],
+        |it| it.source_ranges = vec![" 0.0.0.0/0 ".to_owned()],
+        |it| it.ports.clear(),
+        |it| it.policy_local = true,
+        |it| it.selector = false,
+    ];
+    for change in change {
+        let mut world = World::new();
+        change(world.add("clusters-tenant-a/a", "1"));
+        let assignments = world.assign();
+        assert_eq!(address(&assignments, "clusters-tenant-a/a"), Some(ip("192.168.203.110")));
+        assert!(assignments.notices.is_empty(), "{:?}", assignments.notices);
+    }
+}
+
+#[test]
+fn a_type_that_changes_frees_the_address_and_gets_it_back() {
+    let mut world = World::new();
+    world.add("clusters-tenant-a/a", "1");
+    world.assign();
+    world.add("clusters-tenant-a/a", "1").kind = ServiceKind::ClusterIp;
+    assert!(world.assign().services.is_empty());
+    world.add("clusters-tenant-a/a", "1").kind = ServiceKind::LoadBalancer;
+    assert_eq!(address(&world.assign(), "clusters-tenant-a/a"), Some(ip("192.168.203.110")));
+}
+
+#[test]
+fn overlapping_addresses_in_different_segments_are_independent() {
+    let mut world = World::new();
+    world.config.tenants.push(tenant("tenant-b", "eth2"));
+    world.add("clusters-tenant-a/a", "1");
+    world.add("clusters-tenant-b/a", "2");
+    let assignments = world.assign();
+    assert_eq!(address(&assignments, "clusters-tenant-a/a"), Some(ip("192.168.203.110")));
+    assert_eq!(address(&assignments, "clusters-tenant-b/a"), Some(ip("192.168.203.110")));
+}

@@ -1,0 +1,979 @@
+//! Frontends: which there are, where they lead, and which of their backends may take connections.
+
+use std::collections::btree_map::Entry as MapEntry;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use ipnet::IpNet;
+use lbd_common::maglev::identity;
+
+use super::Site;
+use super::ids::{
+    BACKENDS, BackendKey, BackendMemory, ByTarget, Entry, FRONTENDS, FrontendKey, FrontendMemory, Ids, TargetKey,
+};
+use super::model::{
+    BackendId, BackendPlan, FrontendAddress, FrontendBackend, FrontendId, FrontendPlan, FrontendProbe, Health, Notice,
+    Plan, ProbeTarget, Reset, SegmentId, TenantId, any_up,
+};
+use super::table::{Cache, Content, Tables};
+use crate::config::{
+    Adopt, Affinity, AllDown, Config, Frontend, FrontendSettings, Mode, OnDown, Probe, ProbePort, Protocol,
+    SegmentName, Tenant, Unserved, Via,
+};
+use crate::ipam::{Assignments, unserved};
+use crate::source::{Inventory, ObjectName, Service};
+
+/// Probes a second over all targets, at most.
+pub(crate) const PROBES_PER_SECOND: f64 = 5000.0;
+/// Targets at most, however seldom they are probed.
+const MAX_TARGETS: usize = 20_000;
+/// How many frontends stand for a node when there are too many to probe each of them there.
+const REPRESENTATIVES: usize = 3;
+
+/// A frontend that somebody wants.
+pub(super) struct Wish<'a> {
+    tenant: &'a Tenant,
+    tenant_id: TenantId,
+    address: FrontendAddress,
+    name: String,
+    service_name: Option<&'a ObjectName>,
+    service: Option<&'a Service>,
+    settings: &'a FrontendSettings,
+    /// Port on the backends; 0 = not known.
+    target: u16,
+    /// `target` is the NodePort of the Service.
+    node_port: bool,
+    /// The frontend of the file whose backends it has; `None` = nodes.
+    fixed: Option<&'a Frontend>,
+}
+
+impl Wish<'_> {
+    fn notice(&self, reason: &'static str, message: String) -> Notice {
+        Notice { reason, service: self.service_name.cloned(), tenant: Some(self.tenant.name.clone()), message }
+    }
+
+    fn shown(&self) -> String {
+        format!("{}:{}/{}", self.address.vip, self.address.port, self.address.protocol.as_str())
+    }
+}
+
+/// The object name of a frontend's Service.
+fn service_name(frontend: &Frontend) -> Option<ObjectName> {
+    let (namespace, name) = frontend.service.as_ref()?;
+    Some(ObjectName { namespace: namespace.clone(), name: name.clone() })
+}
+
+/// All VIPs with their tenants, the file's first.
+pub(super) fn vips<'a>(config: &'a Config, assignments: &Assignments) -> Vec<(&'a Tenant, IpAddr)> {
+    let tenants: BTreeMap<&str, &Tenant> = config.tenants.iter().map(|tenant| (tenant.name.as_str(), tenant)).collect();
+    let mut all = Vec::new();
+    for tenant in tenants.values() {
+        all.extend(tenant.frontends.iter().filter_map(|frontend| Some((*tenant, frontend.vip?))));
+    }
+    for assignment in assignments.services.values() {
+        if let Some(tenant) = tenants.get(assignment.tenant.as_str()) {
+            all.extend(assignment.addresses.iter().map(|&address| (*tenant, address)));
+        }
+    }
+    all
+}
+
+/// Addresses of backends that the file names.
+pub(super) fn fixed_backends(config: &Config) -> BTreeSet<(&SegmentName, IpAddr)> {
+    let mut all = BTreeSet::new();
+    for tenant in &config.tenants {
+        for frontend in &tenant.frontends {
+            let segment = match frontend.via {
+                Via::Hub => &config.hub.segment,
+                Via::Tenant => &tenant.segment,
+            };
+            all.extend(frontend.backends.iter().map(|backend| (segment, backend.address)));
+        }
+    }
+    all
+}
+
+/// What settings ask for that is not there yet.
+fn unsupported(settings: &FrontendSettings) -> Option<&'static str> {
+    if settings.preserve_client {
+        return Some("preserve_client");
+    }
+    if !settings.source_ranges.is_empty() {
+        return Some("source_ranges");
+    }
+    if !settings.snat.is_empty() {
+        return Some("snat of a frontend");
+    }
+    (settings.adopt != Adopt::Never).then_some("adopt")
+}
+
+/// All frontends that can be served, in the order in which they win when two want the same address and port.
+pub(super) fn wishes<'a>(
+    config: &'a Config,
+    inventory: &'a Inventory,
+    assignments: &'a Assignments,
+    site: &Site<'_>,
+    plan: &mut Plan,
+) -> Vec<Wish<'a>> {
+    let mut maker = Maker { site, plan, wishes: Vec::new(), owners: BTreeMap::new() };
+    let mut tenants: Vec<&Tenant> = config.tenants.iter().collect();
+    tenants.sort_by(|left, right| left.name.cmp(&right.name));
+    for &tenant in &tenants {
+        let mut frontends: Vec<&Frontend> = tenant.frontends.iter().collect();
+        frontends.sort_by(|left, right| left.name.cmp(&right.name));
+        for frontend in frontends {
+            maker.from_file(tenant, frontend, inventory, assignments);
+        }
+    }
+    let by_name: BTreeMap<&str, &Tenant> = tenants.iter().map(|&tenant| (tenant.name.as_str(), tenant)).collect();
+    let mut claimed: Vec<_> = assignments
+        .services
+        .iter()
+        .filter(|(_, assignment)| assignment.claimed && assignment.frontend.is_none())
+        .filter_map(|(name, assignment)| Some((inventory.services.get(name)?, name, assignment)))
+        .collect();
+    claimed.sort_by(|(left, left_name, _), (right, right_name, _)| {
+        (left.created, &left.uid, left_name).cmp(&(right.created, &right.uid, right_name))
+    });
+    for (service, name, assignment) in claimed {
+        if let Some(&tenant) = by_name.get(assignment.tenant.as_str()) {
+            for &address in &assignment.addresses {
+                maker.from_claim(tenant, name, service, address);
+            }
+        }
+    }
+    maker.wishes
+}
+
+struct Maker<'a, 'b> {
+    site: &'b Site<'b>,
+    plan: &'b mut Plan,
+    wishes: Vec<Wish<'a>>,
+    owners: BTreeMap<FrontendAddress, usize>,
+}
+
+impl<'a> Maker<'a, '_> {
+    fn from_file(
+        &mut self,
+        tenant: &'a Tenant,
+        frontend: &'a Frontend,
+        inventory: &'a Inventory,
+        assignments: &'a Assignments,
+    ) {
+        let mut refuse = |reason, message| {
+            let tenant = Some(tenant.name.clone());
+            self.plan.notices.push(Notice { reason, service: service_name(frontend), tenant, message });
+        };
+        if let Some(what) = unsupported(&frontend.settings) {
+            refuse("Unsupported", format!("frontend {}: {what} is not supported yet: it is not served", frontend.name));
+            return;
+        }
+        if frontend.mode == Some(Mode::Endpoints) {
+            refuse(
+                "EndpointsModeUnsupported",
+                format!("frontend {}: mode endpoints is not supported yet", frontend.name),
+            );
+            return;
+        }
+        let named = service_name(frontend);
+        // The names in the inventory and in the assignments live as long as the wishes.
+        let known = named.as_ref().and_then(|named| inventory.services.get_key_value(named));
+        let assigned = named.as_ref().and_then(|named| assignments.services.get_key_value(named));
+        let assigned = assigned.filter(|(_, assignment)| {
+            assignment.tenant == tenant.name && assignment.frontend.as_ref() == Some(&frontend.name)
+        });
+        let Some(vip) =
+            frontend.vip.or_else(|| assigned.and_then(|(_, assignment)| assignment.addresses.first().copied()))
+        else {
+            return;
+        };
+        let service = known.map(|(_, service)| service);
+        if service.is_some_and(|service| unserved(service).is_some()) {
+            return;
+        }
+        let service_name = match (&named, known, assigned) {
+            (None, ..) => None,
+            (Some(_), Some((name, _)), _) | (Some(_), None, Some((name, _))) => Some(name),
+            // Neither there nor expected by the address management: nothing to lead to.
+            (Some(_), None, None) => return,
+        };
+        let wish = |port: u16, protocol, target, node_port| Wish {
+            tenant,
+            tenant_id: 0,
+            address: FrontendAddress { segment: 0, vip, port, protocol },
+            name: frontend.name.clone(),
+            service_name,
+            service,
+            settings: &frontend.settings,
+            target,
+            node_port,
+            fixed: (!frontend.backends.is_empty()).then_some(frontend),
+        };
+        if frontend.ports.is_empty() {
+            for port in service.into_iter().flat_map(|service| &service.ports) {
+                if let Some(protocol) = self.protocol(tenant, service_name, &port.protocol, port.port) {
+                    self.add(wish(port.port, protocol, port.node_port, true));
+                }
+            }
+            return;
+        }
+        let mut ports: Vec<_> = frontend.ports.iter().collect();
+        ports.sort();
+        for port in ports {
+            let of_service = service.map(|service| {
+                service.ports.iter().find(|it| it.port == port.port && it.protocol() == Some(port.protocol))
+            });
+            let (target, node_port) = match (port.target, of_service) {
+                (Some(target), _) => (target, false),
+                (None, Some(Some(found))) => (found.node_port, true),
+                (None, Some(None)) => {
+                    self.plan.notices.push(Notice {
+                        reason: "PortMissing",
+                        service: service_name.cloned(),
+                        tenant: Some(tenant.name.clone()),
+                        message: format!(
+                            "frontend {} exposes port {}/{}, which the Service does not have",
+                            frontend.name,
+                            port.port,
+                            port.protocol.as_str()
+                        ),
+                    });
+                    (0, true)
+                }
+                (None, None) if named.is_some() => (0, true),
+                (None, None) => (port.port, false),
+            };
+            self.add(wish(port.port, port.protocol, target, node_port));
+        }
+    }
+
+    fn from_claim(&mut self, tenant: &'a Tenant, name: &'a ObjectName, service: &'a Service, vip: IpAddr) {
+        if unserved(service).is_some() {
+            return;
+        }
+        if let Some(what) = unsupported(&tenant.settings) {
+            self.plan.notices.push(Notice {
+                reason: "Unsupported",
+                service: Some(name.clone()),
+                tenant: Some(tenant.name.clone()),
+                message: format!("{what} is not supported yet: the Service is not served"),
+            });
+            return;
+        }
+        for port in &service.ports {
+            let Some(protocol) = self.protocol(tenant, Some(name), &port.protocol, port.port) else { continue };
+            self.add(Wish {
+                tenant,
+                tenant_id: 0,
+                address: FrontendAddress { segment: 0, vip, port: port.port, protocol },
+                name: name.to_string(),
+                service_name: Some(name),
+                service: Some(service),
+                settings: &tenant.settings,
+                target: port.node_port,
+                node_port: true,
+                fixed: None,
+            });
+        }
+    }
+
+    /// The protocol, or a notice.
+    fn protocol(&mut self, tenant: &Tenant, name: Option<&ObjectName>, protocol: &str, port: u16) -> Option<Protocol> {
+        let message = match protocol {
+            "TCP" | "" => return Some(Protocol::Tcp),
+            "UDP" => return Some(Protocol::Udp),
+            "SCTP" => format!("port {port}: SCTP is not supported"),
+            _ => format!("port {port}: its protocol is not supported"),
+        };
+        let tenant = Some(tenant.name.clone());
+        self.plan.notices.push(Notice { reason: "ProtocolUnsupported", service: name.cloned(), tenant, message });
+        None
+    }
+
+    fn add(&mut self, mut wish: Wish<'a>) {
+        let (Some(segment), Some(&tenant_id)) =
+            (self.site.segment(&wish.tenant.segment), self.site.tenants.get(wish.tenant.name.as_str()))
+        else {
+            return;
+        };
+        wish.tenant_id = tenant_id;
+        wish.address.segment = segment;
+        let owner = self.plan.addresses.get(&(segment, wish.address.vip));
+        if !owner.is_some_and(|address| address.vip && address.tenant == tenant_id) {
+            // The VIP has been refused, with a notice.
+            return;
+        }
+        if wish.address.port == 0 {
+            self.plan.notices.push(wish.notice("PortInvalid", "a port of this Service is out of range".to_owned()));
+            return;
+        }
+        if wish.address.protocol == Protocol::Udp {
+            let message = format!("port {}: UDP is not supported yet", wish.address.port);
+            self.plan.notices.push(wish.notice("UdpUnsupported", message));
+            return;
+        }
+        match self.owners.entry(wish.address) {
+            MapEntry::Vacant(entry) => {
+                entry.insert(self.wishes.len());
+                self.wishes.push(wish);
+            }
+            MapEntry::Occupied(entry) => {
+                let first = &self.wishes[*entry.get()];
+                let message = format!("{} is served for {} already", wish.shown(), first.name);
+                self.plan.notices.push(wish.notice("PortClash", message));
+            }
+        }
+    }
+}
+
+/// What [`fill`] works with.
+pub(super) struct Context<'a, 'b> {
+    pub(super) config: &'a Config,
+    pub(super) inventory: &'a Inventory,
+    pub(super) health: &'b Health,
+    pub(super) site: &'b Site<'b>,
+    /// What is not in the inventory does not exist.
+    pub(super) complete: bool,
+    pub(super) ids: &'b mut Ids,
+    pub(super) cache: &'b mut Cache,
+    pub(super) resets: &'b mut BTreeSet<Reset>,
+}
+
+/// A backend before anybody has judged it.
+#[derive(Clone)]
+struct Candidate {
+    id: BackendId,
+    address: IpAddr,
+    port: u16,
+    node: Option<Arc<str>>,
+    weight: u16,
+    probed: bool,
+}
+
+/// Judgement on a set of backends.
+#[derive(Clone)]
+struct Judged {
+    backends: Arc<[FrontendBackend]>,
+    table: Option<usize>,
+    /// All are down.
+    failed: bool,
+    down: Arc<BTreeSet<BackendId>>,
+    /// Backends whose state is not known.
+    unknown: Arc<BTreeSet<BackendId>>,
+}
+
+/// Fills in frontends, backends, tables and probes. Returns the frontends by target.
+pub(super) fn fill(context: &mut Context<'_, '_>, wishes: &[Wish<'_>], plan: &mut Plan) -> ByTarget {
+    let hub = context.site.segment(&context.config.hub.segment).unwrap_or_default();
+    let hub_snat = hub_snat(context, hub, plan);
+    let nodes = if wishes.iter().any(|wish| wish.fixed.is_none()) { nodes(context, hub, plan) } else { Vec::new() };
+    let mut filler = Filler {
+        hub,
+        hub_snat,
+        nodes,
+        tables: Tables::default(),
+        probes: Interner::default(),
+        groups: HashMap::new(),
+        lists: HashMap::new(),
+        crowd: None,
+        by_target: ByTarget::new(),
+    };
+    let ids: Vec<_> = wishes.iter().map(|wish| filler.id(context, wish, plan)).collect();
+    let probes: Vec<_> = wishes.iter().map(|wish| filler.probe(context, wish, plan)).collect();
+    filler.crowd = crowd(&filler.nodes, wishes, &ids, &probes);
+    if filler.crowd.is_some() {
+        plan.notices.push(Notice {
+            reason: "ProbeBudget",
+            service: None,
+            tenant: None,
+            message: format!(
+                "probing every frontend on every node would take more than {PROBES_PER_SECOND} probes a second: \
+                 up to {REPRESENTATIVES} frontends stand for each node"
+            ),
+        });
+    }
+    for ((wish, id), probe) in wishes.iter().zip(ids).zip(probes) {
+        if let Some((id, new)) = id {
+            filler.frontend(context, wish, id, new, probe, plan);
+        }
+    }
+    let (tables, tight) = filler.tables.finish(context.cache);
+    plan.tables = tables;
+    if tight {
+        plan.notices.push(Notice {
+            reason: "TableSpace",
+            service: None,
+            tenant: None,
+            message: "there are more different sets of backends than fit into the map of lookup tables at full size: \
+                      smaller tables are used, and more new connections change their backend when one goes"
+                .to_owned(),
+        });
+    }
+    for target in plan.tables.iter().flat_map(|table| table.iter()).collect::<BTreeSet<_>>() {
+        if let Some(backend) = plan.backends.get_mut(target) {
+            backend.eligible = true;
+        }
+    }
+    targets(context, hub, wishes, &filler.by_target, plan);
+    filler.by_target
+}
+
+/// SNAT addresses towards the hub.
+fn hub_snat(context: &Context<'_, '_>, hub: SegmentId, plan: &mut Plan) -> Vec<IpAddr> {
+    let settings = &context.config.hub;
+    let mut all: Vec<IpAddr> = settings.snat.iter().copied().filter(IpAddr::is_ipv4).collect();
+    if all.is_empty() {
+        all.extend(context.site.primary(&settings.segment));
+    }
+    if all.is_empty() {
+        plan.notices.push(Notice {
+            reason: "NoSnatAddress",
+            service: None,
+            tenant: None,
+            message: format!(
+                "the interface {} has no IPv4 address that could be the source towards the backends",
+                settings.segment.interface
+            ),
+        });
+    }
+    for &address in &all {
+        plan.addresses.entry((hub, address)).or_default().snat = Some(settings.snat_ports);
+    }
+    all
+}
+
+/// Nodes that can be backends.
+fn nodes(context: &mut Context<'_, '_>, hub: SegmentId, plan: &mut Plan) -> Vec<Candidate> {
+    let settings = &context.config.hub;
+    let prefixes: Vec<IpNet> = if settings.node_cidrs.is_empty() {
+        let facts = context.site.segments.get(&settings.segment).and_then(|(_, facts)| *facts);
+        facts.into_iter().flat_map(|facts| &facts.addresses).map(IpNet::trunc).collect()
+    } else {
+        settings.node_cidrs.clone()
+    };
+    let mut candidates: BTreeMap<IpAddr, Candidate> = BTreeMap::new();
+    for (name, node) in &context.inventory.nodes {
+        let mut usable = node.addresses.iter().filter(|address| address.is_ipv4());
+        let address = usable.find(|&address| prefixes.iter().any(|prefix| prefix.contains(address)));
+        let mut skip = |reason, message| {
+            plan.notices.push(Notice { reason, service: None, tenant: None, message });
+        };
+        let Some(&address) = address else {
+            if !node.addresses.is_empty() {
+                skip(
+                    "NodeOutsideHub",
+                    format!("node {name} has no address in the hub's prefixes: it gets no connections"),
+                );
+            }
+            continue;
+        };
+        let key = BackendKey { segment: hub, address, port: 0 };
+        let local =
+            plan.addresses.get(&(hub, address)).is_some_and(|known| known.vip || known.host || known.snat.is_some());
+        if local {
+            skip(
+                "NodeAddressIsOurs",
+                format!("node {name} has the address {address}, which is this host's: it gets no connections"),
+            );
+            continue;
+        }
+        if candidates.contains_key(&address) {
+            skip("NodeAddressTwice", format!("node {name} has the address {address} of another node"));
+            continue;
+        }
+        let memory = || BackendMemory { node: Some(name.clone()), uid: node.uid.clone() };
+        let Some(id) = context.ids.backends.id(key, BACKENDS, memory) else {
+            skip("TooManyBackends", format!("no id left for node {name}: it gets no connections"));
+            continue;
+        };
+        // A backend of the file can be a node too.
+        if let Some(entry) = context.ids.backends.used.get_mut(&key)
+            && entry.memory.node.is_none()
+        {
+            entry.memory = memory();
+        }
+        let shared: Arc<str> = Arc::from(name.as_str());
+        plan.backends.insert(
+            id,
+            BackendPlan { address, port: 0, segment: hub, node: Some(Arc::clone(&shared)), eligible: false },
+        );
+        let weight = u16::from(!node.excluded);
+        candidates
+            .insert(address, Candidate { id, address, port: 0, node: Some(shared), weight, probed: !node.excluded });
+    }
+    candidates.into_values().collect()
+}
+
+/// Each distinct probe once.
+#[derive(Default)]
+struct Interner {
+    probes: BTreeMap<Probe, Arc<Probe>>,
+    interfaces: BTreeMap<String, Arc<str>>,
+    wholes: BTreeMap<FrontendProbe, Arc<FrontendProbe>>,
+}
+
+impl Interner {
+    fn get(&mut self, interface: &str, probe: &Probe, ports: Vec<u16>) -> Arc<FrontendProbe> {
+        let interface = match self.interfaces.get(interface) {
+            Some(known) => Arc::clone(known),
+            None => Arc::clone(self.interfaces.entry(interface.to_owned()).or_insert_with(|| Arc::from(interface))),
+        };
+        let probe = match self.probes.get(probe) {
+            Some(known) => Arc::clone(known),
+            // The port has been resolved: equal targets are equal however their port was found.
+            None => Arc::clone(
+                self.probes.entry(probe.clone()).or_insert_with(|| Arc::new(Probe { port: None, ..probe.clone() })),
+            ),
+        };
+        let whole = FrontendProbe { interface, probe, ports };
+        Arc::clone(self.wholes.entry(whole).or_insert_with_key(|whole| Arc::new(whole.clone())))
+    }
+}
+
+/// Ports that stand for a node, by how they are probed.
+type Crowd = HashMap<Arc<Probe>, Vec<u16>>;
+
+/// Whether there are too many probes, and if so, who stands for the nodes.
+fn crowd(
+    nodes: &[Candidate],
+    wishes: &[Wish<'_>],
+    ids: &[Option<(FrontendId, bool)>],
+    probes: &[Option<Arc<FrontendProbe>>],
+) -> Option<Crowd> {
+    let probed = nodes.iter().filter(|node| node.probed).count();
+    let mut arcs = BTreeMap::new();
+    let mut all: BTreeMap<(&Probe, u16), FrontendId> = BTreeMap::new();
+    let mut fixed = BTreeSet::new();
+    let (mut rate, mut count) = (0.0, 0);
+    for ((wish, id), probe) in wishes.iter().zip(ids).zip(probes) {
+        let (Some((id, _)), Some(probe)) = (id, probe) else { continue };
+        let port = probe.ports.first().copied().unwrap_or(wish.target);
+        let targets = match wish.fixed {
+            Some(frontend) => frontend.backends.len(),
+            None if replaceable(wish) => {
+                arcs.insert(&*probe.probe, &probe.probe);
+                match all.entry((&*probe.probe, port)) {
+                    MapEntry::Vacant(entry) => {
+                        entry.insert(*id);
+                        probed
+                    }
+                    MapEntry::Occupied(mut entry) => {
+                        *entry.get_mut() = (*entry.get()).min(*id);
+                        0
+                    }
+                }
+            }
+            None if fixed.insert((&*probe.probe, port)) => probed,
+            None => 0,
+        };
+        count += targets;
+        rate += targets as f64 / probe.probe.interval.as_secs_f64().max(0.001);
+    }
+    if rate <= PROBES_PER_SECOND && count <= MAX_TARGETS {
+        return None;
+    }
+    let mut oldest: BTreeMap<&Probe, Vec<(FrontendId, u16)>> = BTreeMap::new();
+    for ((probe, port), id) in all {
+        oldest.entry(probe).or_default().push((id, port));
+    }
+    let mut crowd = Crowd::new();
+    for (probe, mut ports) in oldest {
+        ports.sort_unstable();
+        ports.truncate(REPRESENTATIVES);
+        let mut ports: Vec<u16> = ports.into_iter().map(|(_, port)| port).collect();
+        ports.sort_unstable();
+        crowd.insert(Arc::clone(arcs[probe]), ports);
+    }
+    Some(crowd)
+}
+
+/// Whether another frontend can stand for this one on a node: it is probed on a port of its own, and the port answers on every node.
+fn replaceable(wish: &Wish<'_>) -> bool {
+    wish.fixed.is_none()
+        && !matches!(wish.settings.health.port, Some(ProbePort::Number(_)))
+        && !wish.service.is_some_and(|service| service.policy_local)
+}
+
+struct Filler {
+    hub: SegmentId,
+    hub_snat: Vec<IpAddr>,
+    nodes: Vec<Candidate>,
+    tables: Tables,
+    probes: Interner,
+    /// Judgements on the nodes that frontends share, by probe and `all_down: try`.
+    groups: HashMap<(Option<Arc<FrontendProbe>>, bool), Judged>,
+    /// Lists of backends by content.
+    lists: HashMap<Vec<FrontendBackend>, Arc<[FrontendBackend]>>,
+    crowd: Option<Crowd>,
+    by_target: ByTarget,
+}
+
+impl Filler {
+    /// The id of a frontend, and whether it is new.
+    fn id(&mut self, context: &mut Context<'_, '_>, wish: &Wish<'_>, plan: &mut Plan) -> Option<(FrontendId, bool)> {
+        let key = FrontendKey::from(&wish.address);
+        let uid = wish.service.map_or("", |service| service.uid.as_str());
+        let frontends = &mut context.ids.frontends;
+        if let Some(entry) = frontends.used.get_mut(&key) {
+            let missing = wish.service.is_none() && wish.service_name.is_some() && !context.complete;
+            if missing || entry.memory.is_same(&wish.tenant.name, wish.service_name, uid) {
+                if !missing && entry.memory.uid != uid {
+                    uid.clone_into(&mut entry.memory.uid);
+                }
+                return Some((entry.id, false));
+            }
+        }
+        let memory = FrontendMemory {
+            tenant: wish.tenant.name.clone(),
+            service: wish.service_name.cloned(),
+            uid: uid.to_owned(),
+            down: BTreeSet::new(),
+        };
+        let Some(id) = frontends.fresh(FRONTENDS) else {
+            // Its old flows are reset, because it is no longer in the plan.
+            plan.notices
+                .push(wish.notice("TooManyFrontends", format!("no id left for {}: it is not served", wish.shown())));
+            return None;
+        };
+        // A new id, so that a flow that the old owner gets at the last moment can be told from the new owner's.
+        if let Some(old) = frontends.used.insert(key, Entry { id, memory }) {
+            frontends.retire(old.id);
+            context.resets.insert(Reset::Frontend(old.id));
+        }
+        Some((id, true))
+    }
+
+    /// How the backends of a frontend are probed, each frontend for itself.
+    fn probe(&mut self, context: &Context<'_, '_>, wish: &Wish<'_>, plan: &mut Plan) -> Option<Arc<FrontendProbe>> {
+        let probe = &wish.settings.health;
+        let via = wish.fixed.map_or(Via::Hub, |frontend| frontend.via);
+        let interface = match via {
+            Via::Hub => &context.config.hub.segment.interface,
+            Via::Tenant => &wish.tenant.segment.interface,
+        };
+        let ports = match &probe.port {
+            None => Vec::new(),
+            Some(ProbePort::Number(port)) => vec![*port],
+            Some(ProbePort::Name(name)) => {
+                let found = wish.service.and_then(|service| service.ports.iter().find(|port| port.name == *name));
+                match found.map(|port| port.node_port) {
+                    Some(port) if port != 0 => vec![port],
+                    Some(_) | None => {
+                        if wish.service.is_some() {
+                            let message = format!("the Service has no port {name:?} with a NodePort to probe");
+                            plan.notices.push(wish.notice("ProbePortMissing", message));
+                        }
+                        Vec::new()
+                    }
+                }
+            }
+        };
+        (wish.target != 0 || !ports.is_empty()).then(|| self.probes.get(interface, probe, ports))
+    }
+
+    fn frontend(
+        &mut self,
+        context: &mut Context<'_, '_>,
+        wish: &Wish<'_>,
+        id: FrontendId,
+        new: bool,
+        probe: Option<Arc<FrontendProbe>>,
+        plan: &mut Plan,
+    ) {
+        if wish.target == 0 && wish.service.is_some_and(|service| !service.terminating) {
+            let message = format!(
+                "port {} of this Service has no NodePort; set allocateLoadBalancerNodePorts to true, or type NodePort",
+                wish.address.port
+            );
+            plan.notices.push(wish.notice("NodePortMissing", message));
+        }
+        let via = wish.fixed.map_or(Via::Hub, |frontend| frontend.via);
+        let segment = match via {
+            Via::Hub => self.hub,
+            Via::Tenant => wish.address.segment,
+        };
+        let snat = match via {
+            Via::Hub => self.hub_snat.get(usize::from(id) % self.hub_snat.len().max(1)).copied(),
+            Via::Tenant => tenant_snat(context, wish, plan),
+        };
+        let usable = wish.target != 0 && snat.is_some();
+        let probe = match (&self.crowd, probe.filter(|_| usable)) {
+            (Some(crowd), Some(probe)) if replaceable(wish) => {
+                let ports = crowd.get(&probe.probe).cloned().unwrap_or_default();
+                Some(self.probes.get(&probe.interface, &probe.probe, ports))
+            }
+            (_, probe) => probe,
+        };
+        let try_all = wish.settings.all_down == AllDown::Try;
+        let judged = if let Some(frontend) = wish.fixed {
+            let candidates = fixed_candidates(context, wish, frontend, segment, plan);
+            self.judge(context.health, &candidates, probe.as_ref(), wish.target, try_all, plan)
+        } else {
+            // Where the probe does not depend on the frontend, neither does the judgement.
+            let shared = probe.as_ref().is_none_or(|probe| !probe.ports.is_empty());
+            let key = (probe.clone(), try_all);
+            match self.groups.get(&key).filter(|_| shared) {
+                Some(known) => known.clone(),
+                None => {
+                    let candidates = std::mem::take(&mut self.nodes);
+                    let judged = self.judge(context.health, &candidates, probe.as_ref(), wish.target, try_all, plan);
+                    self.nodes = candidates;
+                    if shared {
+                        self.groups.insert(key, judged.clone());
+                    }
+                    judged
+                }
+            }
+        };
+        self.alarms(wish, &judged, usable, try_all, plan);
+        down_resets(context, wish, id, new, &judged);
+        if wish.target != 0 {
+            let key = TargetKey { segment, protocol: wish.address.protocol.number(), port: wish.target };
+            self.by_target.entry(key).or_default().insert(id);
+        }
+        let affinity = wish.settings.affinity.unwrap_or_else(|| {
+            if wish.service.is_some_and(|service| service.client_ip_affinity) {
+                Affinity::Source
+            } else {
+                Affinity::Flow
+            }
+        });
+        plan.frontends.insert(
+            wish.address,
+            FrontendPlan {
+                id,
+                tenant: wish.tenant_id,
+                name: wish.name.clone(),
+                service: wish.service_name.cloned(),
+                service_uid: wish.service.map(|service| service.uid.clone()).unwrap_or_default(),
+                source_affinity: affinity == Affinity::Source,
+                preserve_client: false,
+                unserved_drop: wish.settings.unserved == Unserved::Drop,
+                target_port: wish.target,
+                snat,
+                snat_ports: context.config.hub.snat_ports,
+                table: judged.table,
+                backends: judged.backends,
+                probe,
+                reset_on_down: wish.settings.on_down == OnDown::Reset,
+            },
+        );
+    }
+
+    fn alarms(&self, wish: &Wish<'_>, judged: &Judged, usable: bool, try_all: bool, plan: &mut Plan) {
+        if !usable {
+            return;
+        }
+        if judged.failed {
+            let what =
+                if try_all { "new connections are spread over all of them" } else { "new connections are refused" };
+            let message = format!("all backends of {} fail their probes; {what}", wish.shown());
+            plan.notices.push(wish.notice("AllBackendsDown", message));
+        } else if judged.table.is_none() {
+            let message = if wish.fixed.is_none() {
+                format!("no node can take connections for {}", wish.shown())
+            } else {
+                format!("no backend of {} has a weight", wish.shown())
+            };
+            plan.notices.push(wish.notice("NoBackend", message));
+        }
+    }
+
+    /// Decides which backends may take connections. Without a probe, none.
+    fn judge(
+        &mut self,
+        health: &Health,
+        candidates: &[Candidate],
+        probe: Option<&Arc<FrontendProbe>>,
+        target: u16,
+        try_all: bool,
+        plan: &mut Plan,
+    ) -> Judged {
+        let mut states = Vec::with_capacity(candidates.len());
+        for candidate in candidates {
+            let Some(probe) = probe.filter(|_| candidate.probed) else {
+                states.push(None);
+                continue;
+            };
+            let own = if candidate.port == 0 { target } else { candidate.port };
+            let own = [own];
+            let ports = if probe.ports.is_empty() { own.as_slice() } else { probe.ports.as_slice() };
+            let targets: Vec<_> = ports
+                .iter()
+                .map(|&port| ProbeTarget {
+                    address: candidate.address,
+                    port,
+                    interface: Arc::clone(&probe.interface),
+                    probe: Arc::clone(&probe.probe),
+                })
+                .collect();
+            states.push(any_up(targets.iter().map(|target| health.get(target).and_then(|known| known.up))));
+            plan.probes.extend(targets);
+        }
+        let can = |index: usize| probe.is_some() && candidates[index].weight > 0;
+        let which = |state: Option<bool>| (0..candidates.len()).any(|index| can(index) && states[index] == state);
+        let (any_up, any_unknown) = (which(Some(true)), which(None));
+        let failed = !any_up && !any_unknown && which(Some(false));
+        let serves = |index: usize| {
+            can(index)
+                && match states[index] {
+                    Some(true) => true,
+                    None => !any_up,
+                    Some(false) => failed && try_all,
+                }
+        };
+        let mut content = Content::new();
+        let mut list = Vec::with_capacity(candidates.len());
+        for (index, candidate) in candidates.iter().enumerate() {
+            let serving = serves(index);
+            if serving {
+                let address = match candidate.address {
+                    IpAddr::V4(address) => address.to_ipv6_mapped().octets(),
+                    IpAddr::V6(address) => address.octets(),
+                };
+                content.push((identity(address, candidate.port), candidate.weight, candidate.id));
+            }
+            list.push(FrontendBackend {
+                id: candidate.id,
+                address: candidate.address,
+                port: candidate.port,
+                node: candidate.node.clone(),
+                weight: candidate.weight,
+                serving,
+                probed: candidate.probed,
+            });
+        }
+        let ids = |state: Option<bool>| {
+            let with = candidates.iter().zip(&states).filter(|(candidate, it)| candidate.probed && **it == state);
+            Arc::new(with.map(|(candidate, _)| candidate.id).collect())
+        };
+        let backends = match self.lists.get(&list) {
+            Some(known) => Arc::clone(known),
+            None => {
+                let shared: Arc<[FrontendBackend]> = list.clone().into();
+                self.lists.insert(list, Arc::clone(&shared));
+                shared
+            }
+        };
+        Judged { backends, table: self.tables.add(content), failed, down: ids(Some(false)), unknown: ids(None) }
+    }
+}
+
+/// Source towards backends in the tenant's own segment.
+fn tenant_snat(context: &Context<'_, '_>, wish: &Wish<'_>, plan: &mut Plan) -> Option<IpAddr> {
+    let tenant = wish.tenant;
+    let configured = tenant.address.map(|address| address.addr()).filter(IpAddr::is_ipv4);
+    let Some(address) = configured.or_else(|| context.site.primary(&tenant.segment)) else {
+        plan.notices.push(wish.notice(
+            "NoSnatAddress",
+            format!(
+                "the interface {} has no IPv4 address that could be the source towards the backends",
+                tenant.segment.interface
+            ),
+        ));
+        return None;
+    };
+    plan.addresses.entry((wish.address.segment, address)).or_default().snat = Some(context.config.hub.snat_ports);
+    Some(address)
+}
+
+/// Backends that the file names.
+fn fixed_candidates(
+    context: &mut Context<'_, '_>,
+    wish: &Wish<'_>,
+    frontend: &Frontend,
+    segment: SegmentId,
+    plan: &mut Plan,
+) -> Vec<Candidate> {
+    let mut candidates: BTreeMap<(IpAddr, u16), Candidate> = BTreeMap::new();
+    let mut backends: Vec<_> = frontend.backends.iter().collect();
+    backends.sort_by_key(|backend| (backend.address, backend.port));
+    for backend in backends {
+        let mut skip = |reason, message| plan.notices.push(wish.notice(reason, message));
+        if backend.address.is_ipv6() {
+            skip("Ipv6Unsupported", format!("backend {}: IPv6 is not supported yet", backend.address));
+            continue;
+        }
+        if plan.addresses.get(&(segment, backend.address)).is_some_and(|known| known.vip || known.host) {
+            skip(
+                "BackendAddressIsOurs",
+                format!("backend {} is a VIP or this host: it gets no connections", backend.address),
+            );
+            continue;
+        }
+        // The frontend's own target needs no port of its own, so that frontends on other ports share the backend and its table.
+        let port = backend.port.filter(|&port| port != wish.target).unwrap_or_default();
+        let key = BackendKey { segment, address: backend.address, port };
+        let Some(id) = context.ids.backends.id(key, BACKENDS, BackendMemory::default) else {
+            skip("TooManyBackends", format!("no id left for backend {}", backend.address));
+            continue;
+        };
+        plan.backends.entry(id).or_insert_with(|| BackendPlan {
+            address: backend.address,
+            port,
+            segment,
+            node: None,
+            eligible: false,
+        });
+        candidates.entry((backend.address, port)).or_insert(Candidate {
+            id,
+            address: backend.address,
+            port,
+            node: None,
+            weight: backend.weight,
+            probed: true,
+        });
+    }
+    candidates.into_values().collect()
+}
+
+/// With `on_down: reset`: flows to backends that have gone down.
+fn down_resets(context: &mut Context<'_, '_>, wish: &Wish<'_>, id: FrontendId, new: bool, judged: &Judged) {
+    let Some(entry) = context.ids.frontends.used.get_mut(&FrontendKey::from(&wish.address)) else { return };
+    let before = &mut entry.memory.down;
+    if wish.settings.on_down == OnDown::Keep {
+        before.clear();
+        return;
+    }
+    if !new {
+        context.resets.extend(judged.down.difference(before).map(|&backend| Reset::Backend { frontend: id, backend }));
+    }
+    // What is not known, as after a restart, is still as it was.
+    before.retain(|backend| judged.unknown.contains(backend));
+    before.extend(judged.down.iter());
+}
+
+/// NodePorts that belong to another Service now.
+fn targets(context: &mut Context<'_, '_>, hub: SegmentId, wishes: &[Wish<'_>], by_target: &ByTarget, plan: &Plan) {
+    for wish in wishes {
+        let (Some(service), Some(name)) = (wish.service, wish.service_name) else { continue };
+        if !wish.node_port || wish.target == 0 || !plan.frontends.contains_key(&wish.address) {
+            continue;
+        }
+        let key = TargetKey { segment: hub, protocol: wish.address.protocol.number(), port: wish.target };
+        let named;
+        let owner = if service.uid.is_empty() {
+            named = name.to_string();
+            named.as_str()
+        } else {
+            service.uid.as_str()
+        };
+        match context.ids.targets.get_mut(&key) {
+            Some(before) if before == owner => {}
+            Some(before) => {
+                owner.clone_into(before);
+                context.resets.insert(Reset::Target {
+                    segment: hub,
+                    protocol: key.protocol,
+                    address: None,
+                    port: key.port,
+                    keep: by_target.get(&key).cloned().unwrap_or_default(),
+                });
+            }
+            None => {
+                context.ids.targets.insert(key, owner.to_owned());
+            }
+        }
+    }
+}
