@@ -78,7 +78,12 @@ impl Mistake {
             .nth(self.position.line.saturating_sub(1))
             .filter(|_| self.position.column <= SHOWN)
             .map(|line| line.chars().take(SHOWN).map(|c| if c.is_control() { ' ' } else { c }).collect());
-        ConfigError { file: file.to_owned(), position: Some(self.position), message: self.message, line }
+        // Whatever of the file has got into the message, it stays one line and cannot speak to a terminal.
+        let mut message = String::with_capacity(self.message.len());
+        for c in self.message.chars() {
+            if c.is_control() { message.extend(c.escape_debug()) } else { message.push(c) }
+        }
+        ConfigError { file: file.to_owned(), position: Some(self.position), message, line }
     }
 }
 

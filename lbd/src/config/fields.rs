@@ -375,7 +375,7 @@ impl<'a> Item<'a> {
             AddressRange { first: address, last: address }
         };
         if range.first > range.last {
-            return Err(self.wrong(format!("{text} is backwards: write {}-{}", range.last, range.first)));
+            return Err(self.wrong(format!("{range} is backwards: write {}-{}", range.last, range.first)));
         }
         self.usable(range.first, text)?;
         self.usable(range.last, text)?;
@@ -393,11 +393,11 @@ impl<'a> Item<'a> {
             );
         };
         if first > last {
-            return Err(self.wrong(format!("{text} is backwards: write {last}-{first}")));
+            return Err(self.wrong(format!("{first}-{last} is backwards: write {last}-{first}")));
         }
         if first < lowest {
             return Err(self.wrong(format!(
-                "{text} starts below {lowest}, where servers live: write {lowest}-{}",
+                "{first}-{last} starts below {lowest}, where servers live: write {lowest}-{}",
                 last.max(lowest)
             )));
         }

@@ -354,6 +354,19 @@ fn the_report_shows_the_line() {
 }
 
 #[test]
+fn a_message_is_one_line_whatever_is_in_the_file() {
+    for (from, to) in [
+        ("1024-32767", "\"443-\\n32767\""),
+        ("192.168.203.110-192.168.203.119", "\"192.168.203.119\\n-192.168.203.110\""),
+        ("{ tenant: b }", "{ \"a\\nb\": c }"),
+        ("state_dir", "\"\\e[31mred\""),
+    ] {
+        let error = parse(&changed(from, to), "lbd.yaml").unwrap_err().to_string();
+        assert!(!error.contains(char::is_control), "{error:?}");
+    }
+}
+
+#[test]
 fn b17_a_bad_file_is_one_clear_error_and_the_good_one_is_read_again() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("lbd.yaml");
