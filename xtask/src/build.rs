@@ -20,14 +20,28 @@ pub(crate) const TARGET: &str = "bpfel-unknown-none";
 
 /// Builds the BPF object into `target/bpf/lbd-bpf` and returns its path.
 pub(crate) fn bpf(consent: Consent) -> Result<PathBuf> {
+    object(consent, "lbd-bpf", &[])
+}
+
+/// Builds `target/debug/lbd-other-build`: the same `lbd` with differently optimised programs, as an upgrade would bring them. To be
+/// built before the others, whose files it uses on the way.
+pub(crate) fn other(consent: Consent) -> Result<()> {
+    let object = object(consent, "lbd-bpf-other", &["--config", "profile.release.package.lbd-ebpf.opt-level=2"])?;
+    run(cargo().args(["build", "--package", "lbd"]).env("LBD_BPF_OBJECT", object))?;
+    let built = crate::target().join("debug");
+    fs::copy(built.join("lbd"), built.join("lbd-other-build")).context("cannot copy the other build of lbd")?;
+    Ok(())
+}
+
+fn object(consent: Consent, name: &str, options: &[&str]) -> Result<PathBuf> {
     let toolchain = toolchain::ensure(consent)?;
     eprintln!("BPF object: {}", toolchain.route);
     let scratch = crate::target().join("bpf-build");
-    run(bpf_cargo(&toolchain, "build", &scratch).arg("--release").args(["--bin", "lbd-bpf"]))?;
+    run(bpf_cargo(&toolchain, "build", &scratch).arg("--release").args(["--bin", "lbd-bpf"]).args(options))?;
     let built = scratch.join(TARGET).join("release/lbd-bpf");
     let object = fs::read(&built).with_context(|| format!("cannot read {}", built.display()))?;
     refuse_panics(&object).with_context(|| format!("the BPF object {} would not load", built.display()))?;
-    let place = crate::target().join("bpf/lbd-bpf");
+    let place = crate::target().join("bpf").join(name);
     // An unchanged object keeps its time, so that nothing that embeds it is built again.
     if fs::read(&place).ok().as_ref() != Some(&object) {
         fs::create_dir_all(crate::target().join("bpf"))?;

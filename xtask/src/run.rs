@@ -11,6 +11,10 @@ use anyhow::{Context as _, Result, bail};
 pub(crate) fn cargo() -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.current_dir(crate::root());
+    // The build script of `lbd` looks below `target`; what it finds there may be another build's.
+    if std::env::var_os("CARGO_TARGET_DIR").is_some() && std::env::var_os("LBD_BPF_OBJECT").is_none() {
+        command.env("LBD_BPF_OBJECT", crate::target().join("bpf/lbd-bpf"));
+    }
     command
 }
 

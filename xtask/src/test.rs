@@ -109,6 +109,9 @@ enum Outcome {
 pub(crate) fn all(arguments: &Arguments) -> Result<i32> {
     let asked: Vec<_> = arguments.only.map_or_else(|| Suite::ALL.to_vec(), |suite| vec![suite]);
     let root = packages::is_root();
+    if root && !arguments.fast && asked.contains(&Suite::Netns) {
+        build::other(arguments.consent)?;
+    }
     build::bpf(arguments.consent)?;
     if root && asked.iter().any(|suite| matches!(suite, Suite::Fixtures | Suite::Netns | Suite::Kubernetes)) {
         packages::programs(arguments.consent, packages::LAB)?;
