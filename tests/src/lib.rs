@@ -1,4 +1,5 @@
 //! What lbd's end-to-end suites, its demo and its benchmarks share.
 
+pub mod apiserver;
 pub mod datapath;
 pub mod lab;

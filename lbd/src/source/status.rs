@@ -25,17 +25,35 @@ const CONCURRENCY: usize = 8;
 /// Writes per second, and how many may be saved up.
 const RATE: f64 = 100.0;
 const BURST: f64 = 200.0;
-/// How long a write of ours is believed rather than a snapshot that may be older.
-const SETTLE: Duration = Duration::from_secs(2);
-/// How long a status must stand until earlier trouble with it is forgotten.
-const CALM: Duration = Duration::from_mins(1);
-/// Longest pause after writes that did not last or failed.
-const PAUSE_MAX: Duration = Duration::from_secs(30);
-/// First pause after a failure.
-const PAUSE_FIRST: Duration = Duration::from_millis(100);
-/// Forced writes before a contended Service is left alone, and for how long.
+/// Forced writes before a contended Service is left alone.
 const FORCES: u32 = 3;
-const HOLD: Duration = Duration::from_mins(10);
+
+/// How patient the writer is.
+#[derive(Clone, Debug)]
+pub struct Pace {
+    /// How long a write of ours is believed rather than a snapshot that may be older.
+    pub settle: Duration,
+    /// How long a status must stand until earlier trouble with it is forgotten.
+    pub calm: Duration,
+    /// First pause after a failure.
+    pub pause_first: Duration,
+    /// Longest pause after writes that failed or did not last.
+    pub pause_last: Duration,
+    /// How long a contended Service is left alone.
+    pub hold: Duration,
+}
+
+impl Default for Pace {
+    fn default() -> Self {
+        Self {
+            settle: Duration::from_secs(2),
+            calm: Duration::from_mins(1),
+            pause_first: Duration::from_millis(100),
+            pause_last: Duration::from_secs(30),
+            hold: Duration::from_mins(10),
+        }
+    }
+}
 
 /// What the status of a Service shall say.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -64,6 +82,11 @@ pub struct StatusWriter {
 impl StatusWriter {
     /// Starts a writer that has nothing to write yet. Must be called inside a runtime.
     pub fn start(access: &Access, snapshots: watch::Receiver<Snapshot>) -> Self {
+        Self::start_with(access, snapshots, Pace::default())
+    }
+
+    /// The same at another pace.
+    pub fn start_with(access: &Access, snapshots: watch::Receiver<Snapshot>, pace: Pace) -> Self {
         let desired = watch::Sender::new(Desired::default());
         let (publish, notices) = watch::channel(Vec::new());
         let writes = Arc::new(Mutex::new(0));
@@ -79,6 +102,7 @@ impl StatusWriter {
             names: BTreeMap::new(),
             tokens: BURST,
             filled: Instant::now(),
+            pace,
         };
         let mut tasks = JoinSet::new();
         tasks.spawn(worker.run());
@@ -269,14 +293,14 @@ struct State {
 }
 
 impl State {
-    fn new(uid: &str, now: Instant) -> Self {
+    fn new(uid: &str, now: Instant, pace: &Pace) -> Self {
         Self {
             uid: uid.to_owned(),
             writing: None,
             written: None,
-            settle: SETTLE,
+            settle: pace.settle,
             due: now,
-            pause: PAUSE_FIRST,
+            pause: pace.pause_first,
             force: false,
             forced: 0,
             notice: None,
@@ -284,11 +308,11 @@ impl State {
     }
 
     /// Puts the next attempt off, longer each time.
-    fn put_off(&mut self, now: Instant, at_least: Duration) {
+    fn put_off(&mut self, now: Instant, at_least: Duration, pace: &Pace) {
         // A little of the clock's own noise keeps many Services from coming back in step.
         let jitter = Duration::from_micros(u64::from(Timestamp::now().subsec_nanosecond().unsigned_abs() % 50_000));
         self.due = now + self.pause.max(at_least) + jitter;
-        self.pause = (self.pause * 2).min(PAUSE_MAX);
+        self.pause = (self.pause * 2).min(pace.pause_last);
     }
 }
 
@@ -314,6 +338,7 @@ struct Worker {
     names: BTreeMap<Id, ObjectName>,
     tokens: f64,
     filled: Instant,
+    pace: Pace,
 }
 
 impl Worker {
@@ -330,7 +355,7 @@ impl Worker {
                 // What failed while the server was away is worth another try at once.
                 for state in self.states.values_mut().filter(|state| state.notice.is_none()) {
                     state.due = now;
-                    state.pause = PAUSE_FIRST;
+                    state.pause = self.pace.pause_first;
                 }
             }
             connected = snapshot.connected;
@@ -423,10 +448,10 @@ impl Worker {
                 _ => Timestamp::now().as_second(),
             };
             let body = body(&name, &service.uid, desired.as_ref(), since);
-            let state = self.states.entry(name.clone()).or_insert_with(|| State::new(&service.uid, now));
+            let state = self.states.entry(name.clone()).or_insert_with(|| State::new(&service.uid, now, &self.pace));
             if state.written.as_ref().is_some_and(|(written, _)| *written == desired) {
                 // Somebody else writes too, or we do not see what is there: more slowly each time.
-                state.settle = (state.settle * 2).min(PAUSE_MAX);
+                state.settle = (state.settle * 2).min(self.pace.pause_last);
             }
             let force = std::mem::take(&mut state.force);
             state.writing = Some((desired, force));
@@ -455,13 +480,13 @@ impl Worker {
             return Step::Nothing;
         }
         if state.uid != service.uid {
-            *state = State::new(&service.uid, now);
+            *state = State::new(&service.uid, now, &self.pace);
         }
         if satisfied {
             // What has lasted for a while is contended no more.
-            let calm = state.written.as_ref().map_or(now, |(_, at)| *at + CALM);
+            let calm = state.written.as_ref().map_or(now, |(_, at)| *at + self.pace.calm);
             if calm <= now {
-                *state = State::new(&service.uid, now);
+                *state = State::new(&service.uid, now, &self.pace);
             } else if state.notice.is_some() {
                 return Step::Wait(calm);
             }
@@ -488,23 +513,23 @@ impl Worker {
                 tracing::debug!(service = %name, cleared = desired.is_none(), force, "status written");
                 state.written = Some((desired, now));
                 state.due = now;
-                state.pause = PAUSE_FIRST;
+                state.pause = self.pace.pause_first;
                 if state.forced == 0 {
                     state.notice = None;
                 }
             }
-            Outcome::Gone => state.put_off(now, Duration::from_secs(1)),
+            Outcome::Gone => state.put_off(now, Duration::from_secs(1), &self.pace),
             // What is not ours any more is not fought for.
             Outcome::Contended(_) if desired.is_none() => {
                 state.written = Some((None, now));
-                state.due = now + HOLD;
+                state.due = now + self.pace.hold;
             }
             Outcome::Contended(_) if state.forced < FORCES => {
                 state.force = true;
                 state.due = now;
             }
             Outcome::Contended(managers) => {
-                state.due = now + HOLD;
+                state.due = now + self.pace.hold;
                 state.forced = 0;
                 let message = format!(
                     "the status is also written by field manager {managers}: the address was set {FORCES} times by force \
@@ -514,14 +539,14 @@ impl Worker {
                 state.notice = Some(notice("StatusContended", &name, message));
             }
             Outcome::Refused(text) => {
-                state.pause = PAUSE_MAX;
-                state.put_off(now, PAUSE_MAX);
+                state.pause = self.pace.pause_last;
+                state.put_off(now, Duration::ZERO, &self.pace);
                 tracing::warn!(service = %name, "status refused: {text}");
                 state.notice = Some(notice("StatusRefused", &name, format!("the status cannot be written: {text}")));
             }
             Outcome::Failed { text, forbidden, retry_after } => {
                 state.force = force;
-                state.put_off(now, retry_after.unwrap_or_default());
+                state.put_off(now, retry_after.unwrap_or_default(), &self.pace);
                 tracing::debug!(service = %name, "status not written: {text}");
                 if forbidden {
                     let message = format!("the status cannot be written, allow `patch` of `services/status`: {text}");

@@ -1,0 +1,660 @@
+//! The state of the server: objects, their versions, and what a real server does to Services on the way in.
+
+use std::collections::hash_map::RandomState;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::hash::{BuildHasher, Hasher};
+use std::sync::Arc;
+
+use k8s_openapi::jiff::Timestamp;
+use serde_json::{Value, json};
+
+use super::fields::{self, Manager, Managers};
+
+/// Changes kept for watches.
+const LOG_LENGTH: usize = 200_000;
+
+/// A kind of object.
+#[derive(Debug)]
+pub(super) struct Kind {
+    pub(super) plural: &'static str,
+    pub(super) kind: &'static str,
+    pub(super) api_version: &'static str,
+    pub(super) namespaced: bool,
+    pub(super) has_status: bool,
+}
+
+const fn kind(
+    plural: &'static str,
+    kind: &'static str,
+    api_version: &'static str,
+    namespaced: bool,
+    has_status: bool,
+) -> Kind {
+    Kind { plural, kind, api_version, namespaced, has_status }
+}
+
+/// Everything that is served.
+pub(super) const KINDS: [Kind; 8] = [
+    kind("services", "Service", "v1", true, true),
+    kind("nodes", "Node", "v1", false, true),
+    kind("namespaces", "Namespace", "v1", false, true),
+    kind("endpointslices", "EndpointSlice", "discovery.k8s.io/v1", true, false),
+    kind("configmaps", "ConfigMap", "v1", true, false),
+    kind("leases", "Lease", "coordination.k8s.io/v1", true, false),
+    kind("events", "Event", "v1", true, false),
+    kind("secrets", "Secret", "v1", true, false),
+];
+
+/// An answer other than success.
+#[derive(Clone, Debug, Default)]
+pub(super) struct ApiError {
+    pub(super) code: u16,
+    pub(super) reason: String,
+    pub(super) message: String,
+    pub(super) causes: Vec<Value>,
+    pub(super) retry_after: Option<u32>,
+}
+
+impl ApiError {
+    pub(super) fn new(code: u16, reason: &str, message: impl Into<String>) -> Self {
+        Self { code, reason: reason.into(), message: message.into(), ..Self::default() }
+    }
+
+    fn invalid(what: &str, field: &str, message: &str) -> Self {
+        let mut error = Self::new(422, "Invalid", format!("{what} is invalid: {field}: {message}"));
+        error.causes.push(json!({"reason": "FieldValueInvalid", "message": message, "field": field}));
+        error
+    }
+
+    pub(super) fn status(&self) -> Value {
+        let mut status = json!({
+            "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
+            "code": self.code, "reason": self.reason, "message": self.message,
+        });
+        if !self.causes.is_empty() {
+            status["details"]["causes"] = json!(self.causes);
+        }
+        if let Some(seconds) = self.retry_after {
+            status["details"]["retryAfterSeconds"] = json!(seconds);
+        }
+        status
+    }
+}
+
+type Key = (String, String);
+pub(super) type Result<T> = std::result::Result<T, ApiError>;
+
+/// A change, as a watch tells it.
+#[derive(Debug)]
+pub(super) struct Change {
+    pub(super) version: u64,
+    pub(super) kind: usize,
+    pub(super) verb: &'static str,
+    pub(super) object: Arc<Value>,
+}
+
+/// Where an object is.
+#[derive(Clone, Debug)]
+pub(super) struct Target {
+    pub(super) kind: usize,
+    pub(super) namespace: String,
+    pub(super) name: String,
+    pub(super) status: bool,
+}
+
+impl Target {
+    fn key(&self) -> Key {
+        (self.namespace.clone(), self.name.clone())
+    }
+
+    fn kind(&self) -> &'static Kind {
+        &KINDS[self.kind]
+    }
+
+    fn not_found(&self) -> ApiError {
+        ApiError::new(404, "NotFound", format!("{} \"{}\" not found", self.kind().plural, self.name))
+    }
+}
+
+/// All state.
+#[derive(Debug)]
+pub(super) struct Store {
+    pub(super) version: u64,
+    pub(super) compacted: u64,
+    objects: Vec<BTreeMap<Key, Arc<Value>>>,
+    log: VecDeque<Change>,
+    node_ports: BTreeMap<(String, u16), Key>,
+    node_port_range: (u16, u16),
+    cluster_ips: u32,
+}
+
+pub(super) fn now() -> String {
+    Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string()
+}
+
+fn random() -> u64 {
+    RandomState::new().build_hasher().finish()
+}
+
+fn uid() -> String {
+    let (a, b) = (random(), random());
+    format!(
+        "{:08x}-{:04x}-4{:03x}-{:04x}-{:012x}",
+        a >> 32,
+        (a >> 16) & 0xffff,
+        a & 0xfff,
+        0x8000 | (b >> 48) & 0x3fff,
+        b & 0xffff_ffff_ffff
+    )
+}
+
+fn text<'value>(value: &'value Value, pointer: &str) -> &'value str {
+    value.pointer(pointer).and_then(Value::as_str).unwrap_or_default()
+}
+
+impl Store {
+    pub(super) fn new() -> Self {
+        let mut store = Self {
+            version: 1000,
+            compacted: 0,
+            objects: KINDS.iter().map(|_| BTreeMap::new()).collect(),
+            log: VecDeque::new(),
+            node_ports: BTreeMap::new(),
+            node_port_range: (30000, 32767),
+            cluster_ips: 0,
+        };
+        for namespace in ["default", "kube-system"] {
+            let _ = store.ensure_namespace(namespace);
+        }
+        store
+    }
+
+    pub(super) fn ensure_namespace(&mut self, name: &str) -> Result<()> {
+        let target = Target { kind: 2, namespace: String::new(), name: name.to_owned(), status: false };
+        if self.objects[2].contains_key(&target.key()) {
+            return Ok(());
+        }
+        let labels = json!({"kubernetes.io/metadata.name": name});
+        self.create(&target, json!({"metadata": {"name": name, "labels": labels}}), "apiserver").map(|_| ())
+    }
+
+    pub(super) fn get(&self, target: &Target) -> Result<Arc<Value>> {
+        self.objects[target.kind].get(&target.key()).cloned().ok_or_else(|| target.not_found())
+    }
+
+    /// Objects of a kind after a key, in order.
+    pub(super) fn list(&self, kind: usize, after: Option<&Key>) -> impl Iterator<Item = (&Key, &Arc<Value>)> {
+        let from = after.map_or(std::ops::Bound::Unbounded, std::ops::Bound::Excluded);
+        self.objects[kind].range::<Key, _>((from, std::ops::Bound::Unbounded))
+    }
+
+    /// Changes of a kind after a version; `None` if they are not all known any more.
+    pub(super) fn changes(&self, kind: usize, after: u64) -> Option<impl Iterator<Item = &Change>> {
+        if after < self.log.front().map_or(0, |change| change.version.saturating_sub(1)) && self.log.len() >= LOG_LENGTH
+        {
+            return None;
+        }
+        let from = self.log.partition_point(|change| change.version <= after);
+        Some(self.log.range(from..).filter(move |change| change.kind == kind))
+    }
+
+    fn record(&mut self, target: &Target, verb: &'static str, object: Arc<Value>) {
+        self.log.push_back(Change { version: self.version, kind: target.kind, verb, object });
+        if self.log.len() > LOG_LENGTH {
+            self.log.pop_front();
+        }
+    }
+
+    fn put(&mut self, target: &Target, verb: &'static str, mut object: Value) -> Arc<Value> {
+        self.version += 1;
+        object["metadata"]["resourceVersion"] = json!(self.version.to_string());
+        let object = Arc::new(object);
+        if verb == "DELETED" {
+            self.objects[target.kind].remove(&target.key());
+            self.free_ports(&target.key());
+        } else {
+            self.objects[target.kind].insert(target.key(), Arc::clone(&object));
+        }
+        self.record(target, verb, Arc::clone(&object));
+        object
+    }
+
+    fn free_ports(&mut self, key: &Key) {
+        self.node_ports.retain(|_, owner| owner != key);
+    }
+
+    pub(super) fn create(&mut self, target: &Target, object: Value, manager: &str) -> Result<Arc<Value>> {
+        self.create_by(target, object, Some(manager), None)
+    }
+
+    fn create_by(
+        &mut self,
+        target: &Target,
+        mut object: Value,
+        manager: Option<&str>,
+        managers: Option<Managers>,
+    ) -> Result<Arc<Value>> {
+        let kind = target.kind();
+        if self.objects[target.kind].contains_key(&target.key()) {
+            let message = format!("{} \"{}\" already exists", kind.plural, target.name);
+            return Err(ApiError::new(409, "AlreadyExists", message));
+        }
+        if kind.namespaced && !self.objects[2].contains_key(&(String::new(), target.namespace.clone())) {
+            return Err(ApiError::new(404, "NotFound", format!("namespaces \"{}\" not found", target.namespace)));
+        }
+        object["apiVersion"] = json!(kind.api_version);
+        object["kind"] = json!(kind.kind);
+        if let Some(map) = object.as_object_mut().filter(|_| kind.kind == "Service") {
+            map.remove("status");
+        }
+        let time = now();
+        let metadata = &mut object["metadata"];
+        metadata["name"] = json!(target.name);
+        if kind.namespaced {
+            metadata["namespace"] = json!(target.namespace);
+        }
+        metadata["uid"] = json!(uid());
+        metadata["creationTimestamp"] = json!(time);
+        if let Some(metadata) = metadata.as_object_mut() {
+            for name in ["deletionTimestamp", "resourceVersion", "managedFields", "generateName", "selfLink"] {
+                metadata.remove(name);
+            }
+        }
+        self.prepare(target, &mut object, None)?;
+        let mut managers = managers.unwrap_or_default();
+        if let Some(name) = manager {
+            let manager = Manager { name: name.to_owned(), apply: false, status: false };
+            managers.updated(kind.kind, &manager, &json!({}), &object, &time);
+        }
+        managers.store(&mut object, kind.api_version);
+        Ok(self.put(target, "ADDED", object))
+    }
+
+    /// Replaces an object by what `change` makes of it.
+    pub(super) fn update(
+        &mut self,
+        target: &Target,
+        manager: &str,
+        change: impl FnOnce(&Value) -> Result<Value>,
+    ) -> Result<Arc<Value>> {
+        let old = self.get(target)?;
+        let mut new = change(&old)?;
+        Self::check_preconditions(target, &old, &new)?;
+        Self::keep_other_half(target, &old, &mut new);
+        self.prepare(target, &mut new, Some(&old))?;
+        let mut managers = Managers::of(&old);
+        let manager = Manager { name: manager.to_owned(), apply: false, status: target.status };
+        managers.updated(target.kind().kind, &manager, &old, &new, &now());
+        Ok(self.finish(target, &old, new, &managers))
+    }
+
+    /// Server-side apply.
+    pub(super) fn apply(
+        &mut self,
+        target: &Target,
+        mut config: Value,
+        manager: &str,
+        force: bool,
+    ) -> Result<Arc<Value>> {
+        let kind = target.kind();
+        let manager = Manager { name: manager.to_owned(), apply: true, status: target.status };
+        let old = match self.get(target) {
+            Ok(old) => old,
+            Err(error) if target.status => return Err(error),
+            Err(_) if !text(&config, "/metadata/uid").is_empty() => {
+                let message = "uid mismatch: the provided object specified uid, and no existing object was found";
+                return Err(ApiError::new(409, "Conflict", message));
+            }
+            Err(_) => {
+                let (object, managers) =
+                    fields::apply(kind.kind, &json!({}), &config, &manager, true, &now()).unwrap_or_default();
+                return self.create_by(target, object, None, Some(managers));
+            }
+        };
+        Self::check_preconditions(target, &old, &config)?;
+        if let Some(map) = config.as_object_mut() {
+            if target.status {
+                map.retain(|name, _| name == "status");
+            } else if kind.has_status {
+                map.remove("status");
+            }
+        }
+        let applied = fields::apply(kind.kind, &old, &config, &manager, force, &now());
+        let (mut new, managers) = applied.map_err(|conflicts| {
+            let count = conflicts.len();
+            let names: BTreeSet<_> = conflicts.iter().map(|conflict| conflict.manager.name.clone()).collect();
+            let names = names.into_iter().map(|name| format!("\"{name}\"")).collect::<Vec<_>>().join(", ");
+            let message = format!("Apply failed with {count} conflict(s): conflicts with {names} using v1");
+            let mut error = ApiError::new(409, "Conflict", message);
+            error.causes = conflicts
+                .iter()
+                .map(|conflict| {
+                    let message = format!("conflict with \"{}\" using {}", conflict.manager.name, kind.api_version);
+                    json!({"reason": "FieldManagerConflict", "message": message, "field": conflict.field})
+                })
+                .collect();
+            error
+        })?;
+        self.prepare(target, &mut new, Some(&old))?;
+        Ok(self.finish(target, &old, new, &managers))
+    }
+
+    fn check_preconditions(target: &Target, old: &Value, new: &Value) -> Result<()> {
+        let (wanted, actual) = (text(new, "/metadata/uid"), text(old, "/metadata/uid"));
+        if !wanted.is_empty() && wanted != actual {
+            let message = format!(
+                "Operation cannot be fulfilled on {} \"{}\": Precondition failed: UID in precondition: {wanted}, UID in object meta: {actual}",
+                target.kind().plural,
+                target.name
+            );
+            return Err(ApiError::new(409, "Conflict", message));
+        }
+        let (wanted, actual) = (text(new, "/metadata/resourceVersion"), text(old, "/metadata/resourceVersion"));
+        if !wanted.is_empty() && wanted != actual {
+            let message = format!(
+                "Operation cannot be fulfilled on {} \"{}\": the object has been modified; please apply your changes to the latest version and try again",
+                target.kind().plural,
+                target.name
+            );
+            return Err(ApiError::new(409, "Conflict", message));
+        }
+        Ok(())
+    }
+
+    /// What the other subresource is for does not change through this one.
+    fn keep_other_half(target: &Target, old: &Value, new: &mut Value) {
+        let kind = target.kind();
+        if target.status {
+            let status = new.get("status").cloned();
+            *new = old.clone();
+            match (status, new.as_object_mut()) {
+                (Some(status), _) => new["status"] = status,
+                (None, Some(map)) => {
+                    map.remove("status");
+                }
+                (None, None) => {}
+            }
+        } else if kind.has_status {
+            match (old.get("status"), new.as_object_mut()) {
+                (Some(status), _) => new["status"] = status.clone(),
+                (None, Some(map)) => {
+                    map.remove("status");
+                }
+                (None, None) => {}
+            }
+        }
+        new["apiVersion"] = json!(kind.api_version);
+        new["kind"] = json!(kind.kind);
+        for name in ["name", "namespace", "uid", "creationTimestamp", "deletionTimestamp"] {
+            match old["metadata"].get(name) {
+                Some(value) => new["metadata"][name] = value.clone(),
+                None => {
+                    if let Some(metadata) = new["metadata"].as_object_mut() {
+                        metadata.remove(name);
+                    }
+                }
+            }
+        }
+    }
+
+    fn finish(&mut self, target: &Target, old: &Arc<Value>, mut new: Value, managers: &Managers) -> Arc<Value> {
+        let mut before = (**old).clone();
+        for object in [&mut before, &mut new] {
+            if let Some(metadata) = object["metadata"].as_object_mut() {
+                metadata.remove("managedFields");
+                metadata.remove("resourceVersion");
+            }
+        }
+        if before == new && Managers::of(old).sets() == managers.sets() {
+            return Arc::clone(old);
+        }
+        managers.store(&mut new, target.kind().api_version);
+        let dying = !new["metadata"]["deletionTimestamp"].is_null();
+        let held = new["metadata"]["finalizers"].as_array().is_some_and(|finalizers| !finalizers.is_empty());
+        self.put(target, if dying && !held { "DELETED" } else { "MODIFIED" }, new)
+    }
+
+    pub(super) fn delete(&mut self, target: &Target, options: &Value) -> Result<Arc<Value>> {
+        let old = self.get(target)?;
+        let preconditions = json!({"metadata": options.get("preconditions").cloned().unwrap_or_default()});
+        Self::check_preconditions(target, &old, &preconditions)?;
+        if target.kind == 2 {
+            for kind in (0..KINDS.len()).filter(|kind| KINDS[*kind].namespaced) {
+                let keys: Vec<_> =
+                    self.objects[kind].keys().filter(|(namespace, _)| *namespace == target.name).cloned().collect();
+                for (namespace, name) in keys {
+                    let _ = self.delete(&Target { kind, namespace, name, status: false }, &json!({}));
+                }
+            }
+        }
+        let mut new = (*old).clone();
+        if new["metadata"]["finalizers"].as_array().is_some_and(|finalizers| !finalizers.is_empty()) {
+            if new["metadata"]["deletionTimestamp"].is_null() {
+                new["metadata"]["deletionTimestamp"] = json!(now());
+                return Ok(self.put(target, "MODIFIED", new));
+            }
+            return Ok(old);
+        }
+        Ok(self.put(target, "DELETED", new))
+    }
+
+    /// Defaults, allocation and validation.
+    fn prepare(&mut self, target: &Target, object: &mut Value, old: Option<&Value>) -> Result<()> {
+        if target.kind().kind == "Service" {
+            let ports = self.prepare_service(target, object, old)?;
+            // Only now, when nothing can fail any more.
+            self.free_ports(&target.key());
+            for port in ports {
+                self.node_ports.insert(port, target.key());
+            }
+        }
+        Ok(())
+    }
+
+    fn prepare_service(
+        &mut self,
+        target: &Target,
+        object: &mut Value,
+        old: Option<&Value>,
+    ) -> Result<BTreeSet<(String, u16)>> {
+        let what = format!("Service \"{}\"", target.name);
+        let invalid = |field: &str, message: &str| ApiError::invalid(&what, field, message);
+        let spec = &mut object["spec"];
+        if !spec.is_object() {
+            *spec = json!({});
+        }
+        let default = |spec: &mut Value, name: &str, value: Value| {
+            if spec[name].is_null() {
+                spec[name] = value;
+            }
+        };
+        default(spec, "type", json!("ClusterIP"));
+        default(spec, "sessionAffinity", json!("None"));
+        let kind = spec["type"].as_str().unwrap_or_default().to_owned();
+        let external = matches!(kind.as_str(), "NodePort" | "LoadBalancer");
+        if !external && !matches!(kind.as_str(), "ClusterIP" | "ExternalName") {
+            return Err(invalid("spec.type", "Unsupported value"));
+        }
+        if kind != "ExternalName" {
+            default(spec, "internalTrafficPolicy", json!("Cluster"));
+            default(spec, "ipFamilies", json!(["IPv4"]));
+            default(spec, "ipFamilyPolicy", json!("SingleStack"));
+            if spec["clusterIP"].as_str().unwrap_or_default().is_empty() {
+                self.cluster_ips += 1;
+                let number = self.cluster_ips;
+                spec["clusterIP"] =
+                    json!(format!("10.{}.{}.{}", 96 + (number >> 16), (number >> 8) & 255, number & 255));
+            }
+            spec["clusterIPs"] = json!([spec["clusterIP"]]);
+        }
+        if external {
+            default(spec, "externalTrafficPolicy", json!("Cluster"));
+        }
+        if kind == "LoadBalancer" {
+            default(spec, "allocateLoadBalancerNodePorts", json!(true));
+            let class_before = old
+                .filter(|old| text(old, "/spec/type") == "LoadBalancer")
+                .map(|old| &old["spec"]["loadBalancerClass"]);
+            if class_before.is_some_and(|class| *class != spec["loadBalancerClass"]) {
+                return Err(invalid("spec.loadBalancerClass", "may not change once set"));
+            }
+        } else if let Some(map) = spec.as_object_mut() {
+            if old.is_none() && map.get("loadBalancerClass").is_some_and(|class| !class.is_null()) {
+                return Err(invalid("spec.loadBalancerClass", "may only be used when `type` is 'LoadBalancer'"));
+            }
+            map.remove("loadBalancerClass");
+            map.remove("allocateLoadBalancerNodePorts");
+            map.remove("healthCheckNodePort");
+            if !external {
+                map.remove("externalTrafficPolicy");
+            }
+        }
+        let allocate = external && spec["allocateLoadBalancerNodePorts"] != json!(false);
+        let old_ports = old.map(|old| old["spec"]["ports"].clone()).unwrap_or_default();
+        let old_external = old.is_some_and(|old| matches!(text(old, "/spec/type"), "NodePort" | "LoadBalancer"));
+        let mut ports = spec["ports"].as_array().cloned().unwrap_or_default();
+        if ports.is_empty() && kind != "ExternalName" && spec["clusterIP"] != "None" {
+            return Err(invalid("spec.ports", "Required value"));
+        }
+        let mut taken: BTreeSet<(String, u16)> = BTreeSet::new();
+        let (mut seen, mut names) = (BTreeSet::new(), BTreeSet::new());
+        let many = ports.len() > 1;
+        for (index, port) in ports.iter_mut().enumerate() {
+            let field = |name: &str| format!("spec.ports[{index}].{name}");
+            default(port, "protocol", json!("TCP"));
+            let number = port["port"].as_i64().unwrap_or(0);
+            if !(1..=65535).contains(&number) {
+                return Err(invalid(&field("port"), "must be between 1 and 65535, inclusive"));
+            }
+            let protocol = port["protocol"].as_str().unwrap_or_default().to_owned();
+            if !matches!(protocol.as_str(), "TCP" | "UDP" | "SCTP") {
+                return Err(invalid(&field("protocol"), "Unsupported value"));
+            }
+            default(port, "targetPort", json!(number));
+            let name = port["name"].as_str().unwrap_or_default().to_owned();
+            if many && name.is_empty() {
+                return Err(invalid(&field("name"), "Required value"));
+            }
+            if !seen.insert((protocol.clone(), number)) || !names.insert(name) {
+                return Err(invalid(&field("port"), "Duplicate value"));
+            }
+            if !external {
+                // A number that was allocated for the old type goes with it; one that is asked for is a mistake.
+                let had = old_external
+                    && old_ports.as_array().into_iter().flatten().any(|old| old["nodePort"] == port["nodePort"]);
+                if port["nodePort"].as_i64().unwrap_or(0) != 0 && !had {
+                    return Err(invalid(&field("nodePort"), "may not be used when `type` is 'ClusterIP'"));
+                }
+                if let Some(map) = port.as_object_mut() {
+                    map.remove("nodePort");
+                }
+                continue;
+            }
+            let mut node_port = port["nodePort"].as_i64().unwrap_or(0);
+            if node_port == 0 && old_external {
+                let same = |old: &&Value| old["port"] == port["port"] && old["protocol"] == port["protocol"];
+                node_port = old_ports
+                    .as_array()
+                    .into_iter()
+                    .flatten()
+                    .find(same)
+                    .map_or(0, |old| old["nodePort"].as_i64().unwrap_or(0));
+            }
+            if node_port == 0 {
+                if let Some(map) = port.as_object_mut() {
+                    map.remove("nodePort");
+                }
+                continue;
+            }
+            let number = u16::try_from(node_port).unwrap_or(0);
+            if !(self.node_port_range.0..=self.node_port_range.1).contains(&number) {
+                let message = format!(
+                    "provided port is not in the valid range. The range of valid ports is {}-{}",
+                    self.node_port_range.0, self.node_port_range.1
+                );
+                return Err(invalid(&field("nodePort"), &message));
+            }
+            let owner = self.node_ports.get(&(protocol.clone(), number));
+            if owner.is_some_and(|owner| *owner != target.key()) || !taken.insert((protocol, number)) {
+                return Err(invalid(&field("nodePort"), "provided port is already allocated"));
+            }
+            port["nodePort"] = json!(number);
+        }
+        for port in ports.iter_mut().filter(|port| allocate && port["nodePort"].is_null()) {
+            let protocol = port["protocol"].as_str().unwrap_or_default().to_owned();
+            let number = self.allocate(&protocol, &taken)?;
+            taken.insert((protocol, number));
+            port["nodePort"] = json!(number);
+        }
+        if !ports.is_empty() {
+            spec["ports"] = Value::Array(ports);
+        }
+        if kind == "LoadBalancer" && spec["externalTrafficPolicy"] == "Local" {
+            let number = match spec["healthCheckNodePort"].as_u64().and_then(|number| u16::try_from(number).ok()) {
+                Some(number) if number != 0 => number,
+                _ => self.allocate("TCP", &taken)?,
+            };
+            let owner = self.node_ports.get(&("TCP".to_owned(), number));
+            if owner.is_some_and(|owner| *owner != target.key()) || !taken.insert(("TCP".to_owned(), number)) {
+                return Err(invalid("spec.healthCheckNodePort", "provided port is already allocated"));
+            }
+            spec["healthCheckNodePort"] = json!(number);
+        } else if let Some(map) = spec.as_object_mut() {
+            map.remove("healthCheckNodePort");
+        }
+        if object["status"].is_null() {
+            object["status"] = json!({"loadBalancer": {}});
+        }
+        let changed_status = old.is_none_or(|old| old["status"] != object["status"]);
+        if let Some(ingress) = object["status"]["loadBalancer"]["ingress"].as_array_mut() {
+            if target.status && kind != "LoadBalancer" && changed_status && !ingress.is_empty() {
+                return Err(invalid(
+                    "status.loadBalancer.ingress",
+                    "may only be used when `spec.type` is \"LoadBalancer\"",
+                ));
+            }
+            for entry in ingress {
+                if let Some(ip) = entry["ip"].as_str() {
+                    if ip.parse::<std::net::IpAddr>().is_err() {
+                        return Err(invalid("status.loadBalancer.ingress[0].ip", "must be a valid IP address"));
+                    }
+                    default(entry, "ipMode", json!("VIP"));
+                } else if !entry["ipMode"].is_null() {
+                    return Err(invalid(
+                        "status.loadBalancer.ingress[0].ipMode",
+                        "may not be set when `ip` is not set",
+                    ));
+                }
+            }
+        }
+        for condition in object["status"]["conditions"].as_array().into_iter().flatten() {
+            for name in ["type", "status", "reason", "lastTransitionTime"] {
+                if condition[name].as_str().unwrap_or_default().is_empty() {
+                    return Err(invalid(&format!("status.conditions[0].{name}"), "Required value"));
+                }
+            }
+            if !matches!(condition["status"].as_str(), Some("True" | "False" | "Unknown")) {
+                return Err(invalid("status.conditions[0].status", "Unsupported value"));
+            }
+        }
+        Ok(taken)
+    }
+
+    fn allocate(&self, protocol: &str, taken: &BTreeSet<(String, u16)>) -> Result<u16> {
+        let (first, last) = self.node_port_range;
+        let span = u64::from(last - first) + 1;
+        let start = random() % span;
+        (0..span)
+            .map(|step| first + ((start + step) % span) as u16)
+            .find(|number| {
+                let key = (protocol.to_owned(), *number);
+                !self.node_ports.contains_key(&key) && !taken.contains(&key)
+            })
+            .ok_or_else(|| ApiError::new(500, "InternalError", "failed to allocate a nodePort: range is full"))
+    }
+
+    /// Widens the range of NodePorts, for tests with more Services than a real cluster has ports.
+    pub(super) fn set_node_port_range(&mut self, range: (u16, u16)) {
+        self.node_port_range = range;
+    }
+}
