@@ -20,7 +20,7 @@ use self::state::{HEALTH, INVENTORY, NAMES, StateDirectory, StateError};
 use self::view::View;
 use crate::api::server::{Api, ReloadCall};
 use crate::api::types::{Names, ReloadRequest};
-use crate::config::{Config, ConfigError};
+use crate::config::{Config, ConfigError, Severity};
 use crate::dataplane::{self, Dataplane, DataplaneError};
 use crate::health::{self, Prober, SavedTarget};
 use crate::plan::model::Health;
@@ -52,6 +52,9 @@ pub enum AgentError {
     /// The configuration file is wrong.
     #[error("{0}")]
     Config(#[from] ConfigError),
+    /// The file does not fit the host's interfaces.
+    #[error("{0}")]
+    Misfit(String),
     /// The host can't carry the datapath.
     #[error("the host is not ready; nothing was changed:\n{0}")]
     Host(String),
@@ -230,6 +233,17 @@ async fn serve(path: PathBuf, config: Config) -> Result<(), AgentError> {
 
 /// Refuses a host on which the datapath can't run; says what will be less than good.
 fn check_host(config: &Config) -> Result<(), AgentError> {
+    let facts = dataplane::host_facts()?;
+    let mut misfits = Vec::new();
+    for problem in crate::config::check_host(config, &facts) {
+        match problem.severity {
+            Severity::Error => misfits.push(problem.to_string()),
+            Severity::Warning => tracing::warn!("{problem}"),
+        }
+    }
+    if !misfits.is_empty() {
+        return Err(AgentError::Misfit(misfits.join("\n")));
+    }
     let mut fatal = Vec::new();
     for problem in dataplane::preflight(config) {
         if problem.fatal {

@@ -10,7 +10,7 @@ use jiff::Timestamp;
 use super::core::{Core, Inputs, Maps};
 use super::events::time;
 use crate::api::types::{ReloadReply, ReloadRequest, reload_outcome};
-use crate::config::{self, Config};
+use crate::config::{self, Config, Severity};
 use crate::dataplane::FlowPair;
 use crate::flows::State;
 use crate::ipam::Ipam;
@@ -64,6 +64,12 @@ impl<M: Maps> Core<M> {
         }
         if let Some((outcome, why)) = beyond_reload(&self.config, &new) {
             return refused(outcome, why);
+        }
+        let misfits = config::check_host(&new, &inputs.host);
+        let errors: Vec<String> =
+            misfits.iter().filter(|misfit| misfit.severity == Severity::Error).map(ToString::to_string).collect();
+        if !errors.is_empty() {
+            return refused(reload_outcome::INVALID, errors.join("\n"));
         }
         if !self.may_act(inputs) {
             let why = "no complete list of Services has come yet, so it can't be seen what the new configuration would cut: \
@@ -124,41 +130,29 @@ fn refused(outcome: &str, error: String) -> ReloadReply {
 
 /// What a reload cannot change.
 fn beyond_reload(old: &Config, new: &Config) -> Option<(&'static str, String)> {
-    let mut migration = Vec::new();
-    let mut restart = Vec::new();
-    let look = |list: &mut Vec<String>, key: &str, differs: bool| {
-        if differs {
-            let place = new.origin.position(key).map(|position| format!("{}:{position}: ", new.origin.file));
-            list.push(format!("{}{key}", place.unwrap_or_default()));
-        }
+    /// Keys that change the shape or the place of the maps.
+    const MIGRATION: [&str; 3] = ["datapath.max_flows", "datapath.max_flows_v6", "datapath.bpffs"];
+    let changes = config::changes_needing_restart(old, new);
+    let (migration, restart): (Vec<_>, Vec<_>) =
+        changes.iter().partition(|change| MIGRATION.contains(&change.as_str()));
+    let named = |changes: Vec<&String>| {
+        let with_place = |change: &String| match new.origin.position(change) {
+            Some(position) => format!("{change} ({}:{position})", new.origin.file),
+            None => change.clone(),
+        };
+        changes.into_iter().map(with_place).collect::<Vec<_>>().join(", ")
     };
-    look(&mut migration, "datapath.max_flows", old.datapath.max_flows != new.datapath.max_flows);
-    look(&mut migration, "datapath.max_flows_v6", old.datapath.max_flows_v6 != new.datapath.max_flows_v6);
-    look(&mut migration, "datapath.bpffs", old.datapath.bpffs != new.datapath.bpffs);
-    look(&mut restart, "datapath.mode", old.datapath.mode != new.datapath.mode);
-    look(&mut restart, "datapath.mss_clamp", old.datapath.mss_clamp != new.datapath.mss_clamp);
-    look(&mut restart, "hubs[0].interface", old.hub.segment != new.hub.segment);
-    look(&mut restart, "hubs[0].kubernetes", old.hub.kubernetes != new.hub.kubernetes);
-    look(&mut restart, "state_dir", old.state_dir != new.state_dir);
-    look(&mut restart, "socket", old.socket != new.socket);
-    look(&mut restart, "metrics", old.metrics != new.metrics);
-    if old.interfaces() != new.interfaces() {
-        let (before, after) = (old.interfaces(), new.interfaces());
-        let changed: Vec<&str> = before.symmetric_difference(&after).copied().collect();
-        restart.push(format!("the set of interfaces ({})", changed.join(", ")));
-    }
     if !migration.is_empty() {
         let why = format!(
-            "a migration of the maps is required to change {}: stop the agent, run `lbd detach` (connections are lost), \
-             start again",
-            migration.join(", ")
+            "a migration of the maps is required: {}; stop the agent, run `lbd detach` (connections are lost), start again",
+            named(migration)
         );
         return Some((reload_outcome::MIGRATION, why));
     }
     if !restart.is_empty() {
         let why = format!(
-            "a restart of the agent is required to change {} (`systemctl restart lbd`; traffic goes on meanwhile)",
-            restart.join(", ")
+            "a restart of the agent is required: {}; `systemctl restart lbd` (traffic goes on meanwhile)",
+            named(restart)
         );
         return Some((reload_outcome::RESTART, why));
     }
@@ -361,5 +355,36 @@ mod tests {
             assert!(bench.core.config_status.stale);
         }
         assert_eq!(bench.maps.0.borrow().reconfigured, 0);
+    }
+
+    fn flow(frontend: u16, state: u16) -> FlowPair {
+        use lbd_common::abi::{Flow4, FlowKey4};
+        let mut forward = Flow4 { frontend, state, ..Flow4::ZERO };
+        forward.own = Flow4::forward_own(0, 1);
+        FlowPair { key: FlowKey4::ZERO, forward, reverse: None, backend_segment: 1 }
+    }
+
+    #[test]
+    fn live_flows_are_cut_only_if_that_is_accepted() {
+        let mut bench = Bench::new();
+        bench.round();
+        let id = bench.core.plan.frontends.values().next().unwrap().id;
+        let other = id + 1;
+        bench.maps.0.borrow_mut().flows =
+            vec![flow(id, 0), flow(id, 0), flow(other, 0), flow(id, lbd_common::abi::FLOW_RESET)];
+        with(&bench, &CONFIG.replace("ports: [443]", "ports: [80]"));
+        let reply = reload(&mut bench, ReloadRequest::default());
+        assert_eq!((reply.outcome.as_str(), reply.flows_cut), (reload_outcome::LOSS, 2), "{reply:?}");
+        assert!(reply.error.unwrap().contains("--accept-loss"));
+        assert_eq!(
+            reply.changes,
+            ["- frontend web 192.0.2.34:443/TCP of tenant a", "+ frontend web 192.0.2.34:80/TCP of tenant a"]
+        );
+        assert!(bench.core.config_status.stale, "the file is not in force");
+        assert!(bench.core.plan.frontends.keys().all(|address| address.port == 443));
+        let reply = reload(&mut bench, ReloadRequest { accept_loss: true, ..ReloadRequest::default() });
+        assert_eq!((reply.outcome.as_str(), reply.flows_cut), (reload_outcome::APPLIED, 2));
+        assert!(bench.core.plan.frontends.keys().all(|address| address.port == 80));
+        assert!(!bench.core.config_status.stale);
     }
 }

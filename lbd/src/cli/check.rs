@@ -4,18 +4,32 @@ use std::fmt::Write;
 use std::path::Path;
 
 use super::{DONE, FAILED, USAGE, complain, say};
+use crate::config::{self, Severity};
 use crate::dataplane::{self, Problem};
 
 /// Validates file and host, changes nothing.
 pub(super) fn run(path: &Path) -> u8 {
-    let config = match crate::config::load(path) {
+    let config = match config::load(path) {
         Ok(config) => config,
         Err(error) => return complain(&error.report(), USAGE),
     };
+    let facts = match dataplane::host_facts() {
+        Ok(facts) => facts,
+        Err(error) => return complain(&error.to_string(), FAILED),
+    };
+    let misfits = config::check_host(&config, &facts);
     let problems = dataplane::preflight(&config);
     let memory = dataplane::map_memory(&config, possible_cpus());
-    let printed = say(&report(path, &problems, &memory));
-    if printed == DONE && problems.iter().any(|problem| problem.fatal) { FAILED } else { printed }
+    let printed = say(&report(path, &misfits, &problems, &memory));
+    if printed != DONE {
+        printed
+    } else if misfits.iter().any(|misfit| misfit.severity == Severity::Error) {
+        USAGE
+    } else if problems.iter().any(|problem| problem.fatal) {
+        FAILED
+    } else {
+        DONE
+    }
 }
 
 fn possible_cpus() -> u32 {
@@ -29,10 +43,14 @@ fn parse_cpus(text: &str) -> Option<u32> {
     last.parse::<u32>().ok()?.checked_add(1)
 }
 
-fn report(path: &Path, problems: &[Problem], memory: &[(&str, u64)]) -> String {
+fn report(path: &Path, misfits: &[config::Problem], problems: &[Problem], memory: &[(&str, u64)]) -> String {
     let mut text = String::new();
     // Writing to a string does not fail.
     let _ = writeln!(text, "{}: the file is valid", path.display());
+    for misfit in misfits {
+        let level = if misfit.severity == Severity::Error { "error" } else { "warning" };
+        let _ = writeln!(text, "{level}: {misfit}");
+    }
     for problem in problems {
         let level = if problem.fatal { "error" } else { "warning" };
         let _ = writeln!(text, "{level}: {}: {}", problem.subject, problem.message);
@@ -44,8 +62,9 @@ fn report(path: &Path, problems: &[Problem], memory: &[(&str, u64)]) -> String {
             let _ = writeln!(text, "  {name:<15} {:>12}", mebibytes(*bytes));
         }
     }
-    let fatal = problems.iter().filter(|problem| problem.fatal).count();
-    let _ = match (fatal, problems.len()) {
+    let fatal = problems.iter().filter(|problem| problem.fatal).count()
+        + misfits.iter().filter(|misfit| misfit.severity == Severity::Error).count();
+    let _ = match (fatal, problems.len() + misfits.len()) {
         (0, 0) => writeln!(text, "the host is ready"),
         (0, warnings) => writeln!(text, "the host is ready, with {warnings} warning(s)"),
         (errors, _) => writeln!(text, "the host is not ready: {errors} error(s)"),
@@ -74,12 +93,12 @@ mod tests {
             Problem { fatal: true, subject: "eth9".to_owned(), message: "does not exist".to_owned() },
             Problem { fatal: false, subject: "eth1".to_owned(), message: "GRO is on".to_owned() },
         ];
-        let text = report(Path::new("f.yaml"), &problems, &[("flows4", 3 << 20), ("maglev", 1 << 19)]);
+        let text = report(Path::new("f.yaml"), &[], &problems, &[("flows4", 3 << 20), ("maglev", 1 << 19)]);
         assert_eq!(
             text,
             "f.yaml: the file is valid\nerror: eth9: does not exist\nwarning: eth1: GRO is on\nmap memory: 3.5 MiB\n  \
              flows4               3.0 MiB\n  maglev               0.5 MiB\nthe host is not ready: 1 error(s)\n"
         );
-        assert!(report(Path::new("f"), &[], &[]).ends_with("the host is ready\n"));
+        assert!(report(Path::new("f"), &[], &[], &[]).ends_with("the host is ready\n"));
     }
 }

@@ -308,6 +308,7 @@ fn run_agent(arguments: &RunArgs) -> u8 {
     match agent::run(&arguments.config) {
         Ok(()) => DONE,
         Err(AgentError::Config(error)) => complain(&error.report(), USAGE),
+        Err(error @ AgentError::Misfit(_)) => complain(&error.to_string(), USAGE),
         Err(error) => complain(&error.to_string(), FAILED),
     }
 }
