@@ -8,6 +8,7 @@
 //! carries an XDP program that passes everything, because a veth accepts redirected frames only then.
 
 mod agent;
+mod api;
 mod binaries;
 mod bpf;
 mod capture;
@@ -32,6 +33,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use anyhow::{Context as _, Result, bail, ensure};
 
 pub use agent::Agent;
+pub use api::Api;
 pub use binaries::binary;
 pub use bpf::{XdpMode, XdpProgram, XdpVerdict};
 pub use capture::{Capture, Captured, Filter, Keep, Summary, write_pcap};
