@@ -22,7 +22,7 @@ use ipnet::IpNet;
 use self::error::Mistake;
 pub use self::error::{ConfigError, Origin, Position};
 pub use self::host::{Problem, Severity, check_host};
-pub use self::reload::{changes_needing_restart, loss};
+pub use self::reload::changes_needing_restart;
 
 /// A validated configuration. Everything that the file alone can prove wrong has been refused.
 #[derive(Clone, Debug, PartialEq, Eq)]

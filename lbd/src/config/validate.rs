@@ -402,7 +402,7 @@ impl<'a> Checks<'a> {
                         continue;
                     };
                     if other.name == tenant.name {
-                        if earlier.covers(claim) && claim.covers(earlier) {
+                        if earlier.same_services(claim) {
                             return wrong(format!("is the claim at {first} again: remove one of the two"));
                         }
                         continue;
@@ -475,7 +475,7 @@ fn avoid_impossible(config: &mut Config) {
 }
 
 /// Whether every address of the range is in one of the others.
-pub(super) fn covered(range: AddressRange, others: &[AddressRange]) -> bool {
+fn covered(range: AddressRange, others: &[AddressRange]) -> bool {
     let mut address = range.first;
     loop {
         let Some(last) = others.iter().filter(|other| other.contains(address)).map(|other| other.last).max() else {
@@ -503,6 +503,12 @@ impl AddressRange {
 }
 
 impl Claim {
+    fn same_services(&self, other: &Self) -> bool {
+        let Self { namespaces, namespace_labels, service_labels, guest: _ } = self;
+        (namespaces, namespace_labels, service_labels)
+            == (&other.namespaces, &other.namespace_labels, &other.service_labels)
+    }
+
     /// Whether every Service that this claim matches somewhere is matched by the other too: says where, in words.
     fn meets(&self, other: &Self) -> Option<String> {
         let implied = |mine: &BTreeMap<String, String>, others: &BTreeMap<String, String>| {
