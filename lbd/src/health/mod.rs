@@ -37,7 +37,7 @@ const GATHER: Duration = Duration::from_millis(20);
 /// New targets are first probed within this time.
 const FIRST: Duration = Duration::from_millis(10);
 /// How long a restored state waits for its target to be wanted again.
-const RESTORED: Duration = Duration::from_secs(60);
+const RESTORED: Duration = Duration::from_mins(1);
 
 /// State of a target as kept on disk, so that a restart does not forget what is down.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -127,8 +127,10 @@ impl Prober {
     /// Starts, with states of an earlier life. Needs a running tokio runtime. The receiver changes only when a state or its cause does.
     pub fn start(restored: Health) -> (Self, watch::Receiver<Health>) {
         let (targets, wanted) = mpsc::unbounded_channel();
-        let (told, receiver) = watch::channel(restored.clone());
-        tokio::spawn(Task::new(restored, told).run(wanted));
+        let (told, receiver) = watch::channel(Health::new());
+        let task = Task::new(&restored, told);
+        task.told.send_replace(restored);
+        tokio::spawn(task.run(wanted));
         (Self { targets }, receiver)
     }
 
@@ -179,7 +181,7 @@ struct Task {
 }
 
 impl Task {
-    fn new(restored: Health, told: watch::Sender<Health>) -> Self {
+    fn new(restored: &Health, told: watch::Sender<Health>) -> Self {
         let now = Instant::now();
         // The API, its watches and the maps need file descriptors too.
         let files = getrlimit(Resource::RLIMIT_NOFILE).map_or(1024, |(soft, _)| soft);

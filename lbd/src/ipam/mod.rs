@@ -288,7 +288,7 @@ impl<'a> Run<'a> {
             match self.addresses.free(wanted.tenant, request, name) {
                 Ok(()) => self.give(name, wanted, request),
                 Err(reason) => {
-                    self.refuse_request(name, wanted, &format!("the address {request} was asked for, but {reason}"))
+                    self.refuse_request(name, wanted, &format!("the address {request} was asked for, but {reason}"));
                 }
             }
         }

@@ -395,9 +395,12 @@ fn a_terminating_service_keeps_its_address_and_gets_no_new_one() {
     assert_eq!(address(&after, "clusters-tenant-a/b"), None);
 }
 
+/// An edit of a Service, and the notice that follows.
+type Case = (&'static str, fn(&mut Service));
+
 #[test]
 fn what_is_not_served_yet_gets_no_address_but_keeps_one_it_has() {
-    let change: [(&str, fn(&mut Service)); 8] = [
+    let change: [Case; 8] = [
         ("SourceRangesUnsupported", |it| it.source_ranges = vec!["203.0.113.0/24".to_owned()]),
         ("SourceRangesUnsupported", |it| it.source_ranges = vec!["0.0.0.0/0".to_owned(), "bad".to_owned()]),
         ("SourceRangesUnsupported", |it| {

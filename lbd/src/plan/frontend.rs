@@ -123,7 +123,7 @@ pub(super) fn wishes<'a>(
         let mut frontends: Vec<&Frontend> = tenant.frontends.iter().collect();
         frontends.sort_by(|left, right| left.name.cmp(&right.name));
         for frontend in frontends {
-            maker.from_file(tenant, frontend, inventory, assignments);
+            maker.add_of_file(tenant, frontend, inventory, assignments);
         }
     }
     let by_name: BTreeMap<&str, &Tenant> = tenants.iter().map(|&tenant| (tenant.name.as_str(), tenant)).collect();
@@ -139,7 +139,7 @@ pub(super) fn wishes<'a>(
     for (service, name, assignment) in claimed {
         if let Some(&tenant) = by_name.get(assignment.tenant.as_str()) {
             for &address in &assignment.addresses {
-                maker.from_claim(tenant, name, service, address);
+                maker.add_of_claim(tenant, name, service, address);
             }
         }
     }
@@ -154,7 +154,7 @@ struct Maker<'a, 'b> {
 }
 
 impl<'a> Maker<'a, '_> {
-    fn from_file(
+    fn add_of_file(
         &mut self,
         tenant: &'a Tenant,
         frontend: &'a Frontend,
@@ -248,7 +248,7 @@ impl<'a> Maker<'a, '_> {
         }
     }
 
-    fn from_claim(&mut self, tenant: &'a Tenant, name: &'a ObjectName, service: &'a Service, vip: IpAddr) {
+    fn add_of_claim(&mut self, tenant: &'a Tenant, name: &'a ObjectName, service: &'a Service, vip: IpAddr) {
         if unserved(service).is_some() {
             return;
         }
@@ -379,7 +379,7 @@ pub(super) fn fill(context: &mut Context<'_, '_>, wishes: &[Wish<'_>], plan: &mu
         crowd: None,
         by_target: ByTarget::new(),
     };
-    let ids: Vec<_> = wishes.iter().map(|wish| filler.id(context, wish, plan)).collect();
+    let ids: Vec<_> = wishes.iter().map(|wish| frontend_id(context, wish, plan)).collect();
     let probes: Vec<_> = wishes.iter().map(|wish| filler.probe(context, wish, plan)).collect();
     filler.crowd = crowd(&filler.nodes, wishes, &ids, &probes);
     if filler.crowd.is_some() {
@@ -610,40 +610,6 @@ struct Filler {
 }
 
 impl Filler {
-    /// The id of a frontend, and whether it is new.
-    fn id(&mut self, context: &mut Context<'_, '_>, wish: &Wish<'_>, plan: &mut Plan) -> Option<(FrontendId, bool)> {
-        let key = FrontendKey::from(&wish.address);
-        let uid = wish.service.map_or("", |service| service.uid.as_str());
-        let frontends = &mut context.ids.frontends;
-        if let Some(entry) = frontends.used.get_mut(&key) {
-            let missing = wish.service.is_none() && wish.service_name.is_some() && !context.complete;
-            if missing || entry.memory.is_same(&wish.tenant.name, wish.service_name, uid) {
-                if !missing && entry.memory.uid != uid {
-                    uid.clone_into(&mut entry.memory.uid);
-                }
-                return Some((entry.id, false));
-            }
-        }
-        let memory = FrontendMemory {
-            tenant: wish.tenant.name.clone(),
-            service: wish.service_name.cloned(),
-            uid: uid.to_owned(),
-            down: BTreeSet::new(),
-        };
-        let Some(id) = frontends.fresh(FRONTENDS) else {
-            // Its old flows are reset, because it is no longer in the plan.
-            plan.notices
-                .push(wish.notice("TooManyFrontends", format!("no id left for {}: it is not served", wish.shown())));
-            return None;
-        };
-        // A new id, so that a flow that the old owner gets at the last moment can be told from the new owner's.
-        if let Some(old) = frontends.used.insert(key, Entry { id, memory }) {
-            frontends.retire(old.id);
-            context.resets.insert(Reset::Frontend(old.id));
-        }
-        Some((id, true))
-    }
-
     /// How the backends of a frontend are probed, each frontend for itself.
     fn probe(&mut self, context: &Context<'_, '_>, wish: &Wish<'_>, plan: &mut Plan) -> Option<Arc<FrontendProbe>> {
         let probe = &wish.settings.health;
@@ -713,20 +679,19 @@ impl Filler {
             // Where the probe does not depend on the frontend, neither does the judgement.
             let shared = probe.as_ref().is_none_or(|probe| !probe.ports.is_empty());
             let key = (probe.clone(), try_all);
-            match self.groups.get(&key).filter(|_| shared) {
-                Some(known) => known.clone(),
-                None => {
-                    let candidates = std::mem::take(&mut self.nodes);
-                    let judged = self.judge(context.health, &candidates, probe.as_ref(), wish.target, try_all, plan);
-                    self.nodes = candidates;
-                    if shared {
-                        self.groups.insert(key, judged.clone());
-                    }
-                    judged
+            if let Some(known) = self.groups.get(&key).filter(|_| shared) {
+                known.clone()
+            } else {
+                let candidates = std::mem::take(&mut self.nodes);
+                let judged = self.judge(context.health, &candidates, probe.as_ref(), wish.target, try_all, plan);
+                self.nodes = candidates;
+                if shared {
+                    self.groups.insert(key, judged.clone());
                 }
+                judged
             }
         };
-        self.alarms(wish, &judged, usable, try_all, plan);
+        alarms(wish, &judged, usable, try_all, plan);
         down_resets(context, wish, id, new, &judged);
         if wish.target != 0 {
             let key = TargetKey { segment, protocol: wish.address.protocol.number(), port: wish.target };
@@ -759,25 +724,6 @@ impl Filler {
                 reset_on_down: wish.settings.on_down == OnDown::Reset,
             },
         );
-    }
-
-    fn alarms(&self, wish: &Wish<'_>, judged: &Judged, usable: bool, try_all: bool, plan: &mut Plan) {
-        if !usable {
-            return;
-        }
-        if judged.failed {
-            let what =
-                if try_all { "new connections are spread over all of them" } else { "new connections are refused" };
-            let message = format!("all backends of {} fail their probes; {what}", wish.shown());
-            plan.notices.push(wish.notice("AllBackendsDown", message));
-        } else if judged.table.is_none() {
-            let message = if wish.fixed.is_none() {
-                format!("no node can take connections for {}", wish.shown())
-            } else {
-                format!("no backend of {} has a weight", wish.shown())
-            };
-            plan.notices.push(wish.notice("NoBackend", message));
-        }
     }
 
     /// Decides which backends may take connections. Without a probe, none.
@@ -848,15 +794,66 @@ impl Filler {
             let with = candidates.iter().zip(&states).filter(|(candidate, it)| candidate.probed && **it == state);
             Arc::new(with.map(|(candidate, _)| candidate.id).collect())
         };
-        let backends = match self.lists.get(&list) {
-            Some(known) => Arc::clone(known),
-            None => {
-                let shared: Arc<[FrontendBackend]> = list.clone().into();
-                self.lists.insert(list, Arc::clone(&shared));
-                shared
-            }
+        let backends = if let Some(known) = self.lists.get(&list) {
+            Arc::clone(known)
+        } else {
+            let shared: Arc<[FrontendBackend]> = list.clone().into();
+            self.lists.insert(list, Arc::clone(&shared));
+            shared
         };
         Judged { backends, table: self.tables.add(content), failed, down: ids(Some(false)), unknown: ids(None) }
+    }
+}
+
+/// The id of a frontend, and whether it is new.
+fn frontend_id(context: &mut Context<'_, '_>, wish: &Wish<'_>, plan: &mut Plan) -> Option<(FrontendId, bool)> {
+    let key = FrontendKey::from(&wish.address);
+    let uid = wish.service.map_or("", |service| service.uid.as_str());
+    let frontends = &mut context.ids.frontends;
+    if let Some(entry) = frontends.used.get_mut(&key) {
+        let missing = wish.service.is_none() && wish.service_name.is_some() && !context.complete;
+        if missing || entry.memory.is_same(&wish.tenant.name, wish.service_name, uid) {
+            if !missing && entry.memory.uid != uid {
+                uid.clone_into(&mut entry.memory.uid);
+            }
+            return Some((entry.id, false));
+        }
+    }
+    let memory = FrontendMemory {
+        tenant: wish.tenant.name.clone(),
+        service: wish.service_name.cloned(),
+        uid: uid.to_owned(),
+        down: BTreeSet::new(),
+    };
+    let Some(id) = frontends.fresh(FRONTENDS) else {
+        // Its old flows are reset, because it is no longer in the plan.
+        plan.notices
+            .push(wish.notice("TooManyFrontends", format!("no id left for {}: it is not served", wish.shown())));
+        return None;
+    };
+    // A new id, so that a flow that the old owner gets at the last moment can be told from the new owner's.
+    if let Some(old) = frontends.used.insert(key, Entry { id, memory }) {
+        frontends.retire(old.id);
+        context.resets.insert(Reset::Frontend(old.id));
+    }
+    Some((id, true))
+}
+
+fn alarms(wish: &Wish<'_>, judged: &Judged, usable: bool, try_all: bool, plan: &mut Plan) {
+    if !usable {
+        return;
+    }
+    if judged.failed {
+        let what = if try_all { "new connections are spread over all of them" } else { "new connections are refused" };
+        let message = format!("all backends of {} fail their probes; {what}", wish.shown());
+        plan.notices.push(wish.notice("AllBackendsDown", message));
+    } else if judged.table.is_none() {
+        let message = if wish.fixed.is_none() {
+            format!("no node can take connections for {}", wish.shown())
+        } else {
+            format!("no backend of {} has a weight", wish.shown())
+        };
+        plan.notices.push(wish.notice("NoBackend", message));
     }
 }
 

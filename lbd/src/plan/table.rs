@@ -11,10 +11,14 @@ use super::model::BackendId;
 /// What a table is made of: identity, weight and id of each backend, sorted.
 pub(super) type Content = Vec<(Identity, u16, BackendId)>;
 
+/// Slots.
+type Table = Arc<[BackendId]>;
+
 /// Tables of earlier plans. Looked up, never iterated: it has no part in the result.
 #[derive(Debug, Default)]
 pub(super) struct Cache {
-    tables: HashMap<(Content, u32), (Arc<[BackendId]>, u64)>,
+    /// By content and size, with the number of the last plan that used it.
+    tables: HashMap<(Content, u32), (Table, u64)>,
     plans: u64,
 }
 
@@ -47,7 +51,7 @@ impl Tables {
     }
 
     /// All tables. The second part says whether they are smaller than they should be for want of room.
-    pub(super) fn finish(self, cache: &mut Cache) -> (Vec<Arc<[BackendId]>>, bool) {
+    pub(super) fn finish(self, cache: &mut Cache) -> (Vec<Table>, bool) {
         let sizes: Vec<u32> = self
             .contents
             .iter()
@@ -75,7 +79,7 @@ impl Tables {
 }
 
 impl Cache {
-    fn table(&mut self, content: Content, size: u32) -> Arc<[BackendId]> {
+    fn table(&mut self, content: Content, size: u32) -> Table {
         let plans = self.plans;
         let (table, used) = self.tables.entry((content, size)).or_insert_with_key(|(content, size)| {
             let candidates: Vec<_> =

@@ -55,12 +55,12 @@ pub(crate) fn settings() -> FrontendSettings {
             fast_interval: Duration::from_millis(250),
         },
         timeouts: Timeouts {
-            tcp_established: Duration::from_secs(86400),
+            tcp_established: Duration::from_hours(24),
             tcp_half_open: Duration::from_secs(30),
-            tcp_fin: Duration::from_secs(60),
+            tcp_fin: Duration::from_mins(1),
             tcp_reset: Duration::from_secs(10),
             udp_unreplied: Duration::from_secs(30),
-            udp_replied: Duration::from_secs(180),
+            udp_replied: Duration::from_mins(3),
         },
     }
 }
