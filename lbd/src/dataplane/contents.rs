@@ -1,0 +1,387 @@
+//! Pure: from the plan to the keys and values of the maps.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::{IpAddr, Ipv4Addr};
+
+use ipnet::IpNet;
+use lbd_common::abi::{
+    self, ADDRESS_ANSWER, ADDRESS_HOST, ADDRESS_SHARED, ADDRESS_SNAT, ADDRESS_VIP, AddressKey, BACKEND_ELIGIBLE,
+    BACKEND_PRESENT, Backend, CHUNK_SLOTS, FRONTEND_PRESERVE_CLIENT, FRONTEND_SOURCE_AFFINITY, FRONTEND_UNSERVED_DROP,
+    Frontend, FrontendKey, LocalAddress, MaglevChunk, NEXT_HOP_ON_LINK, NEXT_HOP_RESOLVED, NextHop, Segment,
+    TENANT_HOST_ACCESS_ICMP, TENANT_HOST_ACCESS_OWN, Tenant,
+};
+
+use super::netlink::Neighbour;
+use crate::plan::model::{
+    AddressPlan, BackendPlan, FrontendAddress, FrontendPlan, InterfaceFacts, Plan, SegmentId, SegmentPlan, TenantPlan,
+};
+
+/// What a next hop stands for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum HopKey {
+    /// Clients of a segment that are on its link: each by its own MAC.
+    OnLink(SegmentId),
+    /// A segment's gateway, whatever its address is now.
+    Gateway(SegmentId),
+    /// A station of a segment.
+    Station(SegmentId, Ipv4Addr),
+}
+
+const KIND_ON_LINK: u16 = 1;
+const KIND_GATEWAY: u16 = 2;
+const KIND_STATION: u16 = 3;
+
+impl HopKey {
+    /// As it is kept beside the next hops, so that a restart finds the same indexes; `address` is the gateway's.
+    pub(super) fn record(self, address: Option<Ipv4Addr>) -> AddressKey {
+        let (kind, segment, address) = match self {
+            Self::OnLink(segment) => (KIND_ON_LINK, segment, None),
+            Self::Gateway(segment) => (KIND_GATEWAY, segment, address),
+            Self::Station(segment, address) => (KIND_STATION, segment, Some(address)),
+        };
+        AddressKey { address: address.map_or([0; 16], |address| abi::mapped(address.octets())), segment, pad: kind }
+    }
+
+    /// Reads a record back.
+    pub(super) fn from_record(record: &AddressKey) -> Option<(Self, Option<Ipv4Addr>)> {
+        let address = (record.address != [0; 16]).then(|| Ipv4Addr::from(abi::unmapped(&record.address)));
+        match (record.pad, address) {
+            (KIND_ON_LINK, _) => Some((Self::OnLink(record.segment), None)),
+            (KIND_GATEWAY, address) => Some((Self::Gateway(record.segment), address)),
+            (KIND_STATION, Some(address)) => Some((Self::Station(record.segment, address), Some(address))),
+            _ => None,
+        }
+    }
+
+    pub(super) const fn segment(self) -> SegmentId {
+        match self {
+            Self::OnLink(segment) | Self::Gateway(segment) | Self::Station(segment, _) => segment,
+        }
+    }
+}
+
+/// The station that a packet to `address` goes to next: itself on the link, else the segment's gateway.
+pub(super) fn hop_to(segment_id: SegmentId, segment: &SegmentPlan, address: Ipv4Addr) -> HopKey {
+    let on_link = segment.networks.iter().any(|network| network.contains(&IpAddr::V4(address)));
+    if !on_link && gateway4(segment).is_some() { HopKey::Gateway(segment_id) } else { HopKey::Station(segment_id, address) }
+}
+
+/// A segment's IPv4 gateway.
+pub(super) fn gateway4(segment: &SegmentPlan) -> Option<Ipv4Addr> {
+    segment.gateways.iter().find_map(|gateway| match gateway {
+        IpAddr::V4(address) => Some(*address),
+        IpAddr::V6(_) => None,
+    })
+}
+
+/// The next hops that a plan needs, with the address to resolve for each.
+pub(super) fn hops(plan: &Plan) -> BTreeMap<HopKey, Option<Ipv4Addr>> {
+    let mut wanted = BTreeMap::new();
+    for (&id, segment) in &plan.segments {
+        if segment.tenant_side {
+            wanted.insert(HopKey::OnLink(id), None);
+            wanted.insert(HopKey::Gateway(id), gateway4(segment));
+        }
+    }
+    for backend in plan.backends.values() {
+        let (IpAddr::V4(address), Some(segment)) = (backend.address, plan.segments.get(&backend.segment)) else { continue };
+        match hop_to(backend.segment, segment, address) {
+            key @ HopKey::Station(..) => wanted.insert(key, Some(address)),
+            key => wanted.insert(key, gateway4(segment)),
+        };
+    }
+    wanted
+}
+
+/// The value of a next hop. `old` is what the map holds: a MAC stays until a better one is known, unless it was another address's.
+pub(super) fn next_hop(
+    key: HopKey,
+    vlan: Option<u16>,
+    interface: &InterfaceFacts,
+    neighbour: Option<&Neighbour>,
+    old: Option<&NextHop>,
+    same_address: bool,
+) -> NextHop {
+    let mut value = NextHop {
+        source: interface.mac,
+        vlan: vlan.unwrap_or(0),
+        ifindex: interface.index,
+        mtu: interface.mtu.min(u32::from(u16::MAX)) as u16,
+        segment: key.segment(),
+        ..NextHop::ZERO
+    };
+    if let HopKey::OnLink(_) = key {
+        value.flags = NEXT_HOP_ON_LINK;
+        return value;
+    }
+    let learnt = neighbour.filter(|neighbour| neighbour.valid).and_then(|neighbour| neighbour.mac);
+    let kept = old
+        .filter(|old| same_address && old.flags & NEXT_HOP_RESOLVED != 0 && old.segment == value.segment)
+        .map(|old| old.destination);
+    if let Some(mac) = learnt.or(kept) {
+        value.destination = mac;
+        value.flags = NEXT_HOP_RESOLVED;
+    }
+    value
+}
+
+/// A segment's value.
+pub(super) fn segment(
+    id: SegmentId,
+    plan: &SegmentPlan,
+    interface: &InterfaceFacts,
+    gateway_next_hop: u16,
+    on_link_next_hop: u16,
+) -> Segment {
+    let network = plan.networks.iter().find_map(|network| match network {
+        IpNet::V4(network) => Some(*network),
+        IpNet::V6(_) => None,
+    });
+    let mut flags = 0;
+    if plan.tenant_side {
+        flags |= abi::SEGMENT_TENANT;
+    }
+    if plan.hub_side {
+        flags |= abi::SEGMENT_HUB;
+    }
+    Segment {
+        id,
+        flags,
+        mac: interface.mac,
+        tenant: plan.tenant,
+        gateway_next_hop,
+        on_link_next_hop,
+        vlan: plan.name.vlan.unwrap_or(0),
+        network4: network.map_or([0; 4], |network| network.network().octets()),
+        mask4: network.map_or([0; 4], |network| network.netmask().octets()),
+        pad: 0,
+        mtu: interface.mtu,
+    }
+}
+
+/// A tenant's value.
+pub(super) fn tenant(plan: &TenantPlan) -> Tenant {
+    let mut flags = 0;
+    if plan.host_access_all {
+        flags |= TENANT_HOST_ACCESS_OWN;
+    }
+    if plan.host_access_icmp {
+        flags |= TENANT_HOST_ACCESS_ICMP;
+    }
+    Tenant {
+        max_flows: plan.max_flows,
+        new_flows_per_second: plan.new_flows_per_second,
+        max_half_open: plan.max_half_open,
+        flags,
+    }
+}
+
+fn mapped(address: IpAddr) -> [u8; 16] {
+    match address {
+        IpAddr::V4(address) => abi::mapped(address.octets()),
+        IpAddr::V6(address) => address.octets(),
+    }
+}
+
+/// A backend's value.
+pub(super) fn backend(plan: &BackendPlan, next_hop: u16, eligible: bool) -> Backend {
+    Backend {
+        address: mapped(plan.address),
+        port_be: plan.port.to_be(),
+        segment: plan.segment,
+        next_hop,
+        flags: BACKEND_PRESENT | if eligible { BACKEND_ELIGIBLE } else { 0 },
+    }
+}
+
+/// A frontend's key.
+pub(super) fn frontend_key(address: &FrontendAddress) -> FrontendKey {
+    FrontendKey {
+        vip: mapped(address.vip),
+        port_be: address.port.to_be(),
+        segment: address.segment,
+        protocol: address.protocol.number(),
+        pad: [0; 3],
+    }
+}
+
+/// A frontend's value; `table` is its first chunk and its slots.
+pub(super) fn frontend(address: &FrontendAddress, plan: &FrontendPlan, table: (u32, u32)) -> Frontend {
+    let mut flags = 0;
+    for (on, flag) in [
+        (plan.source_affinity, FRONTEND_SOURCE_AFFINITY),
+        (plan.preserve_client, FRONTEND_PRESERVE_CLIENT),
+        (plan.unserved_drop, FRONTEND_UNSERVED_DROP),
+    ] {
+        if on {
+            flags |= flag;
+        }
+    }
+    Frontend {
+        vip: mapped(address.vip),
+        snat: plan.snat.map_or([0; 16], mapped),
+        port_be: address.port.to_be(),
+        segment: address.segment,
+        protocol: address.protocol.number(),
+        pad: 0,
+        id: plan.id,
+        tenant: plan.tenant,
+        flags,
+        target_port_be: plan.target_port.to_be(),
+        snat_first: plan.snat_ports.0,
+        snat_last: plan.snat_ports.1,
+        pad2: 0,
+        table: table.0,
+        table_size: table.1,
+        source_ranges: 0,
+    }
+}
+
+/// An address's key.
+pub(super) fn address_key(segment: SegmentId, address: IpAddr) -> AddressKey {
+    AddressKey { address: mapped(address), segment, pad: 0 }
+}
+
+/// Whether ARP requests for the address are ours to answer: not if the kernel does.
+pub(super) const fn answered(plan: &AddressPlan) -> bool {
+    !plan.host && (plan.vip || plan.snat.is_some())
+}
+
+/// An address's value; `answer`: no other station has it.
+pub(super) fn local_address(plan: &AddressPlan, answer: bool) -> LocalAddress {
+    let mut flags = 0;
+    for (on, flag) in [
+        (plan.vip, ADDRESS_VIP),
+        (plan.snat.is_some(), ADDRESS_SNAT),
+        (plan.host, ADDRESS_HOST),
+        (plan.snat.is_some() && plan.host, ADDRESS_SHARED),
+        (answer && answered(plan), ADDRESS_ANSWER),
+    ] {
+        if on {
+            flags |= flag;
+        }
+    }
+    let (snat_first, snat_last) = plan.snat.unwrap_or((0, 0));
+    LocalAddress { flags, tenant: plan.tenant, snat_first, snat_last }
+}
+
+/// Chunks of a table with this many slots.
+pub(super) const fn chunks(slots: u32) -> u32 {
+    slots.div_ceil(CHUNK_SLOTS)
+}
+
+/// A lookup table cut into chunks.
+pub(super) fn cut(table: &[u16]) -> Vec<MaglevChunk> {
+    table
+        .chunks(CHUNK_SLOTS as usize)
+        .map(|slots| {
+            let mut chunk = MaglevChunk::ZERO;
+            chunk.slots[..slots.len()].copy_from_slice(slots);
+            chunk
+        })
+        .collect()
+}
+
+/// Backends that some lookup table names.
+pub(super) fn eligible(plan: &Plan) -> BTreeSet<u16> {
+    plan.tables.iter().flatten().copied().filter(|&id| id != 0).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{Protocol, SegmentName};
+
+    fn segment_plan(networks: &[&str], gateways: &[&str]) -> SegmentPlan {
+        SegmentPlan {
+            name: SegmentName { interface: "ten0".into(), vlan: None },
+            tenant_side: true,
+            hub_side: false,
+            tenant: 1,
+            networks: networks.iter().map(|text| text.parse().unwrap()).collect(),
+            gateways: gateways.iter().map(|text| text.parse().unwrap()).collect(),
+        }
+    }
+
+    fn interface() -> InterfaceFacts {
+        InterfaceFacts { index: 7, mac: [2, 0, 0, 0, 1, 2], mtu: 9000, up: true, ..InterfaceFacts::default() }
+    }
+
+    #[test]
+    fn off_link_backends_go_through_the_gateway() {
+        let plan = segment_plan(&["192.0.2.0/24"], &["2001:db8::1", "192.0.2.1"]);
+        assert_eq!(hop_to(3, &plan, Ipv4Addr::new(192, 0, 2, 9)), HopKey::Station(3, Ipv4Addr::new(192, 0, 2, 9)));
+        assert_eq!(hop_to(3, &plan, Ipv4Addr::new(10, 0, 0, 9)), HopKey::Gateway(3));
+        let lonely = segment_plan(&["192.0.2.0/24"], &[]);
+        assert_eq!(hop_to(3, &lonely, Ipv4Addr::new(10, 0, 0, 9)), HopKey::Station(3, Ipv4Addr::new(10, 0, 0, 9)));
+    }
+
+    #[test]
+    fn records_of_next_hops_survive() {
+        let address = Ipv4Addr::new(10, 0, 0, 11);
+        for (key, address) in [
+            (HopKey::OnLink(2), None),
+            (HopKey::Gateway(2), Some(address)),
+            (HopKey::Gateway(2), None),
+            (HopKey::Station(4, address), Some(address)),
+        ] {
+            assert_eq!(HopKey::from_record(&key.record(address)), Some((key, address)));
+        }
+        assert_eq!(HopKey::from_record(&AddressKey::ZERO), None);
+    }
+
+    #[test]
+    fn a_failed_neighbour_keeps_its_last_mac_but_not_another_addresss() {
+        let key = HopKey::Gateway(3);
+        let mac = [2, 0, 0, 0, 1, 1];
+        let good = Neighbour { mac: Some(mac), valid: true, ours: true };
+        let first = next_hop(key, None, &interface(), Some(&good), None, true);
+        assert_eq!((first.destination, first.flags, first.segment, first.mtu), (mac, NEXT_HOP_RESOLVED, 3, 9000));
+        let failed = Neighbour { mac: None, valid: false, ours: true };
+        assert_eq!(next_hop(key, None, &interface(), Some(&failed), Some(&first), true), first);
+        assert_eq!(next_hop(key, None, &interface(), None, Some(&first), true), first);
+        assert_eq!(next_hop(key, None, &interface(), None, Some(&first), false).flags, 0);
+        let on_link = next_hop(HopKey::OnLink(3), Some(5), &interface(), None, None, true);
+        assert_eq!((on_link.flags, on_link.vlan, on_link.ifindex), (NEXT_HOP_ON_LINK, 5, 7));
+    }
+
+    #[test]
+    fn addresses_say_who_answers() {
+        let vip = AddressPlan { vip: true, tenant: 4, ..AddressPlan::default() };
+        assert_eq!(local_address(&vip, true).flags, ADDRESS_VIP | ADDRESS_ANSWER);
+        assert_eq!(local_address(&vip, false).flags, ADDRESS_VIP);
+        let shared = AddressPlan { snat: Some((1024, 32767)), host: true, ..AddressPlan::default() };
+        let value = local_address(&shared, true);
+        assert_eq!(value.flags, ADDRESS_SNAT | ADDRESS_HOST | ADDRESS_SHARED);
+        assert_eq!((value.snat_first, value.snat_last), (1024, 32767));
+    }
+
+    #[test]
+    fn tables_are_cut_into_chunks() {
+        let table: Vec<u16> = (1..=1021).collect();
+        let cut = cut(&table);
+        assert_eq!((cut.len() as u32, chunks(1021)), (32, 32));
+        assert_eq!((cut[0].slots[0], cut[31].slots[28], cut[31].slots[29]), (1, 1021, 0));
+    }
+
+    #[test]
+    fn a_segment_has_its_first_ipv4_network() {
+        let value = segment(3, &segment_plan(&["2001:db8::/64", "192.0.2.0/24"], &[]), &interface(), 5, 6);
+        assert_eq!((value.network4, value.mask4), ([192, 0, 2, 0], [255, 255, 255, 0]));
+        assert_eq!((value.id, value.gateway_next_hop, value.on_link_next_hop, value.mtu), (3, 5, 6, 9000));
+        assert_eq!(value.flags, abi::SEGMENT_TENANT);
+    }
+
+    #[test]
+    fn keys_hold_ports_as_on_the_wire() {
+        let address = FrontendAddress {
+            segment: 3,
+            vip: "192.0.2.34".parse().unwrap(),
+            port: 6443,
+            protocol: Protocol::Tcp,
+        };
+        let key = frontend_key(&address);
+        assert_eq!((key.port_be.to_ne_bytes(), key.protocol), (6443_u16.to_be_bytes(), 6));
+        assert_eq!(abi::unmapped(&key.vip), [192, 0, 2, 34]);
+    }
+}
