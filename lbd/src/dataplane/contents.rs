@@ -1,6 +1,6 @@
 //! Pure: from the plan to the keys and values of the maps.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr};
 
 use ipnet::IpNet;
@@ -152,9 +152,9 @@ pub(super) fn segment(
         gateway_next_hop,
         on_link_next_hop,
         vlan: plan.name.vlan.unwrap_or(0),
-        network4: network.map_or([0; 4], |network| network.network().octets()),
-        mask4: network.map_or([0; 4], |network| network.netmask().octets()),
         pad: 0,
+        network4_be: network.map_or(0, |network| u32::from_ne_bytes(network.network().octets())),
+        mask4_be: network.map_or(0, |network| u32::from_ne_bytes(network.netmask().octets())),
         mtu: interface.mtu,
     }
 }
@@ -282,11 +282,6 @@ pub(super) fn cut(table: &[u16]) -> Vec<MaglevChunk> {
         .collect()
 }
 
-/// Backends that some lookup table names.
-pub(super) fn eligible(plan: &Plan) -> BTreeSet<u16> {
-    plan.tables.iter().flatten().copied().filter(|&id| id != 0).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -367,7 +362,7 @@ mod tests {
     #[test]
     fn a_segment_has_its_first_ipv4_network() {
         let value = segment(3, &segment_plan(&["2001:db8::/64", "192.0.2.0/24"], &[]), &interface(), 5, 6);
-        assert_eq!((value.network4, value.mask4), ([192, 0, 2, 0], [255, 255, 255, 0]));
+        assert_eq!((value.network4_be.to_ne_bytes(), value.mask4_be.to_ne_bytes()), ([192, 0, 2, 0], [255, 255, 255, 0]));
         assert_eq!((value.id, value.gateway_next_hop, value.on_link_next_hop, value.mtu), (3, 5, 6, 9000));
         assert_eq!(value.flags, abi::SEGMENT_TENANT);
     }

@@ -1,0 +1,309 @@
+//! Pure: whose an address is (RFC 5227), and when to say so.
+//!
+//! An address that a frontend needs is asked for three times before it is answered for; if somebody has it, it is asked for again
+//! every 5 s until nobody has. Free pool addresses are checked ahead, so that most addresses are known to be free when needed.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::Ipv4Addr;
+use std::time::{Duration, Instant};
+
+use super::arp::Heard;
+
+/// Probes before an address counts as free.
+const PROBES: u8 = 3;
+/// Between probes. RFC 5227 asks for 1–2 s, against stations that boot together after a power cut; here an operator waits.
+const PROBE_SPACING: Duration = Duration::from_millis(250);
+/// Between attempts to get an address that another station has.
+const RETRY: Duration = Duration::from_secs(5);
+/// Announcements of a new address, and the pause between them.
+const ANNOUNCEMENTS: u8 = 3;
+const ANNOUNCE_SPACING: Duration = Duration::from_secs(1);
+/// Between announcements afterwards.
+const REANNOUNCE: Duration = Duration::from_secs(60);
+/// How long a check ahead of need is believed.
+const BELIEVED: Duration = Duration::from_secs(60);
+/// At most one defence of an address in this time (RFC 5227 §2.4 (b)).
+const DEFEND: Duration = Duration::from_secs(10);
+
+/// An address in a segment (index of the interface).
+pub(super) type Place = (u32, Ipv4Addr);
+
+/// What to send.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Action {
+    /// A probe.
+    Probe(Place),
+    /// Both forms of the announcement.
+    Announce(Place),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// Being asked for; `holder` is who had it when last asked.
+    Probing { sent: u8, next: Instant, holder: Option<[u8; 6]> },
+    /// Nobody has it and nobody needs it.
+    Free { until: Instant },
+    /// Ours.
+    Ours { announced: u8, next: Instant, defended: Option<Instant> },
+    /// Another station has it.
+    Taken { mac: [u8; 6], next: Instant },
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Claim {
+    state: State,
+    /// A frontend or SNAT needs it; else it is only checked ahead.
+    needed: bool,
+    /// Another station has claimed it though it is ours.
+    rival: Option<([u8; 6], Instant)>,
+}
+
+/// All addresses that lbd has or may want.
+#[derive(Default)]
+pub(super) struct Claims {
+    claims: BTreeMap<Place, Claim>,
+}
+
+impl Claims {
+    /// Sets which addresses are needed, and which of the others to check ahead. `kept`: answered for already when this agent started.
+    pub(super) fn want(
+        &mut self,
+        needed: &BTreeSet<Place>,
+        ahead: &BTreeSet<Place>,
+        kept: &BTreeSet<Place>,
+        now: Instant,
+    ) {
+        self.claims.retain(|place, _| needed.contains(place) || ahead.contains(place));
+        for &place in needed.iter().chain(ahead) {
+            let need = needed.contains(&place);
+            let ours = State::Ours { announced: 0, next: now, defended: None };
+            let claim = self.claims.entry(place).or_insert(Claim {
+                state: if need && kept.contains(&place) { ours } else { State::Probing { sent: 0, next: now, holder: None } },
+                needed: false,
+                rival: None,
+            });
+            match claim.state {
+                State::Free { until } if need && until > now => claim.state = ours,
+                State::Free { .. } if need => claim.state = State::Probing { sent: 0, next: now, holder: None },
+                State::Ours { .. } if !need => claim.state = State::Free { until: now + BELIEVED },
+                _ => {}
+            }
+            claim.needed = need;
+        }
+    }
+
+    /// What is due. `usable`: whether the interface is up; nothing happens on one that is not.
+    pub(super) fn due(&mut self, now: Instant, usable: impl Fn(u32) -> bool) -> Vec<Action> {
+        let mut actions = Vec::new();
+        for (&place, claim) in self.claims.iter_mut().filter(|(place, _)| usable(place.0)) {
+            claim.rival = claim.rival.filter(|(_, seen)| now.duration_since(*seen) < REANNOUNCE);
+            match &mut claim.state {
+                State::Probing { sent, next, .. } if *next <= now => {
+                    if *sent < PROBES {
+                        *sent += 1;
+                        *next = now + PROBE_SPACING;
+                        actions.push(Action::Probe(place));
+                    } else if claim.needed {
+                        claim.state = State::Ours { announced: 1, next: now + ANNOUNCE_SPACING, defended: None };
+                        actions.push(Action::Announce(place));
+                    } else {
+                        claim.state = State::Free { until: now + BELIEVED };
+                    }
+                }
+                State::Ours { announced, next, .. } if *next <= now => {
+                    *announced = announced.saturating_add(1);
+                    *next = now + if *announced < ANNOUNCEMENTS { ANNOUNCE_SPACING } else { REANNOUNCE };
+                    actions.push(Action::Announce(place));
+                }
+                State::Free { until } if *until <= now => {
+                    claim.state = State::Probing { sent: 1, next: now + PROBE_SPACING, holder: None };
+                    actions.push(Action::Probe(place));
+                }
+                State::Taken { next, mac } if *next <= now => {
+                    claim.state = State::Probing { sent: 1, next: now + PROBE_SPACING, holder: Some(*mac) };
+                    actions.push(Action::Probe(place));
+                }
+                State::Probing { .. } | State::Ours { .. } | State::Free { .. } | State::Taken { .. } => {}
+            }
+        }
+        actions
+    }
+
+    /// An ARP packet that did not come from this host.
+    pub(super) fn heard(&mut self, interface: u32, heard: &Heard, now: Instant) -> Option<Action> {
+        // Somebody has the address; or asks for it before taking it, while we do the same (RFC 5227 §2.1.1).
+        let probing = heard.sender.is_unspecified() && heard.request;
+        let place = (interface, if probing { heard.target } else { heard.sender });
+        let claim = self.claims.get_mut(&place)?;
+        match &mut claim.state {
+            State::Ours { defended, .. } if !probing => {
+                claim.rival = Some((heard.mac, now));
+                if defended.is_none_or(|last| now.duration_since(last) >= DEFEND) {
+                    *defended = Some(now);
+                    return Some(Action::Announce(place));
+                }
+            }
+            // The datapath answers probes for what is ours.
+            State::Ours { .. } => {}
+            State::Free { .. } if probing => {}
+            State::Probing { .. } | State::Free { .. } | State::Taken { .. } => {
+                claim.state = State::Taken { mac: heard.mac, next: now + RETRY };
+            }
+        }
+        None
+    }
+
+    /// Addresses that are needed and ours to answer for.
+    pub(super) fn ours(&self) -> BTreeSet<Place> {
+        self.claims.iter().filter(|(_, claim)| matches!(claim.state, State::Ours { .. })).map(|(&place, _)| place).collect()
+    }
+
+    /// Addresses that another station has, also while asking again.
+    pub(super) fn taken(&self) -> BTreeMap<Place, [u8; 6]> {
+        self.claims
+            .iter()
+            .filter_map(|(&place, claim)| match claim.state {
+                State::Taken { mac, .. } | State::Probing { holder: Some(mac), .. } => Some((place, mac)),
+                State::Probing { .. } | State::Free { .. } | State::Ours { .. } => None,
+            })
+            .collect()
+    }
+
+    /// Needed addresses that another station has or claims.
+    pub(super) fn conflicts(&self) -> BTreeMap<Place, [u8; 6]> {
+        self.claims
+            .iter()
+            .filter(|(_, claim)| claim.needed)
+            .filter_map(|(&place, claim)| match claim.state {
+                State::Taken { mac, .. } | State::Probing { holder: Some(mac), .. } => Some((place, mac)),
+                State::Probing { .. } | State::Free { .. } | State::Ours { .. } => claim.rival.map(|(mac, _)| (place, mac)),
+            })
+            .collect()
+    }
+
+    /// When something is due next.
+    pub(super) fn next(&self) -> Option<Instant> {
+        self.claims
+            .values()
+            .map(|claim| match claim.state {
+                State::Probing { next, .. } | State::Ours { next, .. } | State::Taken { next, .. } => next,
+                State::Free { until } => until,
+            })
+            .min()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const VIP: Place = (7, Ipv4Addr::new(192, 0, 2, 34));
+    const RIVAL: [u8; 6] = [2, 0, 0, 0, 9, 9];
+
+    fn run(claims: &mut Claims, from: Instant, time: Duration) -> (Vec<Action>, Instant) {
+        let mut actions = Vec::new();
+        let mut now = from;
+        while now < from + time {
+            actions.extend(claims.due(now, |_| true));
+            now += Duration::from_millis(10);
+        }
+        (actions, now)
+    }
+
+    fn says(mac: [u8; 6]) -> Heard {
+        Heard { mac, sender: VIP.1, target: VIP.1, request: false }
+    }
+
+    #[test]
+    fn a_new_address_is_probed_three_times_then_announced() {
+        let mut claims = Claims::default();
+        let start = Instant::now();
+        claims.want(&BTreeSet::from([VIP]), &BTreeSet::new(), &BTreeSet::new(), start);
+        assert!(claims.ours().is_empty());
+        let (actions, now) = run(&mut claims, start, Duration::from_secs(10));
+        assert_eq!(actions, [[Action::Probe(VIP); 3], [Action::Announce(VIP); 3]].concat());
+        assert_eq!(claims.ours(), BTreeSet::from([VIP]));
+        let (actions, _) = run(&mut claims, now, Duration::from_secs(60));
+        assert_eq!(actions, [Action::Announce(VIP)]);
+    }
+
+    #[test]
+    fn an_address_checked_ahead_is_ours_at_once() {
+        let mut claims = Claims::default();
+        let start = Instant::now();
+        claims.want(&BTreeSet::new(), &BTreeSet::from([VIP]), &BTreeSet::new(), start);
+        let (actions, now) = run(&mut claims, start, Duration::from_secs(5));
+        assert_eq!(actions, [Action::Probe(VIP); 3]);
+        claims.want(&BTreeSet::from([VIP]), &BTreeSet::new(), &BTreeSet::new(), now);
+        assert_eq!(claims.ours(), BTreeSet::from([VIP]));
+        assert_eq!(claims.due(now, |_| true), [Action::Announce(VIP)]);
+    }
+
+    #[test]
+    fn a_restart_keeps_what_was_answered_for() {
+        let mut claims = Claims::default();
+        let now = Instant::now();
+        claims.want(&BTreeSet::from([VIP]), &BTreeSet::new(), &BTreeSet::from([VIP]), now);
+        assert_eq!(claims.ours(), BTreeSet::from([VIP]));
+    }
+
+    #[test]
+    fn a_taken_address_is_asked_for_until_its_holder_is_gone() {
+        let mut claims = Claims::default();
+        let start = Instant::now();
+        claims.want(&BTreeSet::from([VIP]), &BTreeSet::new(), &BTreeSet::new(), start);
+        claims.due(start, |_| true);
+        claims.heard(7, &says(RIVAL), start);
+        assert_eq!((claims.taken(), claims.conflicts()), (BTreeMap::from([(VIP, RIVAL)]), BTreeMap::from([(VIP, RIVAL)])));
+        let (actions, now) = run(&mut claims, start, Duration::from_millis(4900));
+        assert_eq!((actions.len(), claims.ours().len()), (0, 0));
+        // Still there.
+        let (actions, now) = run(&mut claims, now, Duration::from_millis(200));
+        assert_eq!(actions, [Action::Probe(VIP)]);
+        assert_eq!(claims.taken().len(), 1);
+        claims.heard(7, &says(RIVAL), now);
+        assert_eq!(claims.taken().len(), 1);
+        let (_, now) = run(&mut claims, now, Duration::from_millis(4900));
+        // Gone.
+        let (actions, _) = run(&mut claims, now, Duration::from_secs(2));
+        assert_eq!(actions[..4], [Action::Probe(VIP), Action::Probe(VIP), Action::Probe(VIP), Action::Announce(VIP)]);
+        assert!(claims.ours().contains(&VIP) && claims.conflicts().is_empty());
+    }
+
+    #[test]
+    fn what_is_ours_is_defended_not_given_up() {
+        let mut claims = Claims::default();
+        let now = Instant::now();
+        claims.want(&BTreeSet::from([VIP]), &BTreeSet::new(), &BTreeSet::from([VIP]), now);
+        assert_eq!(claims.heard(7, &says(RIVAL), now), Some(Action::Announce(VIP)));
+        assert_eq!(claims.heard(7, &says(RIVAL), now), None);
+        assert_eq!(claims.heard(7, &says(RIVAL), now + DEFEND), Some(Action::Announce(VIP)));
+        assert_eq!((claims.ours().len(), claims.taken().len(), claims.conflicts().len()), (1, 0, 1));
+        claims.due(now + DEFEND + REANNOUNCE, |_| true);
+        assert!(claims.conflicts().is_empty());
+    }
+
+    #[test]
+    fn other_segments_and_interfaces_that_are_down_do_nothing() {
+        let mut claims = Claims::default();
+        let now = Instant::now();
+        claims.want(&BTreeSet::from([VIP]), &BTreeSet::new(), &BTreeSet::new(), now);
+        assert!(claims.due(now, |interface| interface != 7).is_empty());
+        claims.heard(8, &says(RIVAL), now);
+        assert!(claims.taken().is_empty());
+    }
+
+    #[test]
+    fn a_simultaneous_probe_is_a_conflict_only_while_probing() {
+        let mut claims = Claims::default();
+        let now = Instant::now();
+        let probe = Heard { mac: RIVAL, sender: Ipv4Addr::UNSPECIFIED, target: VIP.1, request: true };
+        claims.want(&BTreeSet::from([VIP]), &BTreeSet::new(), &BTreeSet::new(), now);
+        claims.heard(7, &probe, now);
+        assert_eq!(claims.taken().len(), 1);
+        let mut claims = Claims::default();
+        claims.want(&BTreeSet::from([VIP]), &BTreeSet::new(), &BTreeSet::from([VIP]), now);
+        assert_eq!(claims.heard(7, &probe, now), None);
+        assert!(claims.conflicts().is_empty());
+    }
+}

@@ -1,0 +1,80 @@
+//! Pure: which flows a reset means.
+
+use std::net::IpAddr;
+
+use lbd_common::abi::{Flow4, FlowKey4};
+
+use crate::plan::model::{Plan, Reset};
+
+/// Whether the flow with this forward half, whose backend lives in `backend_segment`, is meant.
+pub(super) fn matches(reset: &Reset, key: &FlowKey4, forward: &Flow4, backend_segment: u16) -> bool {
+    let destination = forward.to.destination();
+    match reset {
+        Reset::Frontend(id) => forward.frontend == *id,
+        Reset::Backend { frontend, backend } => forward.frontend == *frontend && forward.backend() == *backend,
+        Reset::Address(segment, address) => backend_segment == *segment && IpAddr::V4(*destination.ip()) == *address,
+        Reset::Target { segment, protocol, address, port, keep } => {
+            backend_segment == *segment
+                && key.protocol == *protocol
+                && destination.port() == *port
+                && address.is_none_or(|address| IpAddr::V4(*destination.ip()) == address)
+                && !keep.contains(&forward.frontend)
+        }
+    }
+}
+
+/// Whether the reset still makes sense under a plan: connections that were half-open when it was applied may finish their handshake
+/// later, so it is applied once more after the half-open timeout.
+pub(super) fn still_meant(reset: &Reset, plan: &Plan) -> bool {
+    match reset {
+        Reset::Frontend(id) => plan.frontends.values().all(|frontend| frontend.id != *id),
+        // A backend that comes back in the meantime may have new connections.
+        Reset::Backend { .. } => plan.resets.contains(reset),
+        Reset::Address(segment, address) => {
+            plan.backends.values().all(|backend| backend.segment != *segment || backend.address != *address)
+        }
+        Reset::Target { keep, .. } => plan.frontends.values().any(|frontend| keep.contains(&frontend.id)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::net::Ipv4Addr;
+
+    use lbd_common::abi::Tuple4;
+
+    use super::*;
+
+    fn flow(frontend: u16, backend: u16, address: [u8; 4], port: u16) -> (FlowKey4, Flow4) {
+        let key = FlowKey4 { segment: 1, protocol: 6, ..FlowKey4::ZERO };
+        let to = Tuple4::new((Ipv4Addr::new(10, 0, 0, 2), 2000), (Ipv4Addr::from(address), port));
+        (key, Flow4 { to, frontend, own: Flow4::forward_own(0, backend), ..Flow4::ZERO })
+    }
+
+    #[test]
+    fn each_reset_means_its_flows_only() {
+        let (key, forward) = flow(7, 3, [10, 0, 0, 11], 30918);
+        let hit = |reset: &Reset| matches(reset, &key, &forward, 2);
+        assert!(hit(&Reset::Frontend(7)) && !hit(&Reset::Frontend(8)));
+        assert!(hit(&Reset::Backend { frontend: 7, backend: 3 }) && !hit(&Reset::Backend { frontend: 7, backend: 4 }));
+        let address = IpAddr::from([10, 0, 0, 11]);
+        assert!(hit(&Reset::Address(2, address)) && !hit(&Reset::Address(1, address)));
+        let target = |address, port, keep: u16| Reset::Target {
+            segment: 2,
+            protocol: 6,
+            address,
+            port,
+            keep: BTreeSet::from([keep]),
+        };
+        assert!(hit(&target(None, 30918, 8)) && hit(&target(Some(address), 30918, 8)));
+        assert!(!hit(&target(None, 30918, 7)) && !hit(&target(None, 30919, 8)));
+        assert!(!hit(&target(Some(IpAddr::from([10, 0, 0, 12])), 30918, 8)));
+    }
+
+    #[test]
+    fn a_frontend_that_is_back_is_not_reset_again() {
+        assert!(still_meant(&Reset::Frontend(7), &Plan::default()));
+        assert!(!still_meant(&Reset::Backend { frontend: 7, backend: 3 }, &Plan::default()));
+    }
+}
