@@ -103,7 +103,7 @@ macro_rules! abi_struct {
      size $size:literal align $align:literal offsets { $($checked:ident: $offset:literal),* $(,)? }) => {
         $(#[$meta])*
         #[repr(C)]
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, FromBytes, IntoBytes, Immutable, KnownLayout)]
         pub struct $name { $($(#[$field_meta])* pub $field: $type,)* }
 
         impl $name {
