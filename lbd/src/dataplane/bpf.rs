@@ -24,7 +24,6 @@ const PROG_GET_FD_BY_ID: u32 = 13;
 const OBJ_GET_INFO_BY_FD: u32 = 15;
 const MAP_LOOKUP_BATCH: u32 = 24;
 const MAP_UPDATE_BATCH: u32 = 26;
-const MAP_DELETE_BATCH: u32 = 27;
 const LINK_CREATE: u32 = 28;
 const LINK_UPDATE: u32 = 29;
 const LINK_GET_FD_BY_ID: u32 = 30;
@@ -126,7 +125,14 @@ pub(super) struct MapInfo {
     pub(super) value_size: u32,
     pub(super) max_entries: u32,
     pub(super) flags: u32,
-    name: [u8; 16],
+    pub(super) name: [u8; 16],
+}
+
+impl MapInfo {
+    /// A map to be made, or to be compared with.
+    pub(super) const fn of(kind: u32, key_size: u32, value_size: u32, max_entries: u32, flags: u32) -> Self {
+        Self { kind, id: 0, key_size, value_size, max_entries, flags, name: [0; 16] }
+    }
 }
 
 /// What the kernel knows of a map.
@@ -343,18 +349,18 @@ struct CreateAttribute {
     name: [u8; 16],
 }
 
-/// Makes an array map.
-pub(super) fn create_array(name: &str, value_size: u32, max_entries: u32) -> io::Result<OwnedFd> {
+/// Makes a map of this type and these sizes.
+pub(super) fn create_map(name: &str, shape: &MapInfo) -> io::Result<OwnedFd> {
     let mut bytes = [0; 16];
     for (to, from) in bytes.iter_mut().take(15).zip(name.bytes()) {
         *to = from;
     }
     let mut attribute = CreateAttribute {
-        kind: TYPE_ARRAY,
-        key_size: 4,
-        value_size,
-        max_entries,
-        flags: 0,
+        kind: shape.kind,
+        key_size: shape.key_size,
+        value_size: shape.value_size,
+        max_entries: shape.max_entries,
+        flags: shape.flags,
         inner: 0,
         numa_node: 0,
         name: bytes,
@@ -469,46 +475,6 @@ impl<K: Plain, V: Plain> Map<K, V> {
             }
         }
         Ok(())
-    }
-
-    /// Deletes many; keys that are not there are passed over. Returns how many were deleted.
-    pub(super) fn delete_many(&self, keys: &[K]) -> io::Result<u64> {
-        let mut rest = keys;
-        let mut deleted = 0;
-        while !rest.is_empty() {
-            let count = rest.len().min(BATCH);
-            let mut attribute = BatchAttribute {
-                position_in: 0,
-                position_out: 0,
-                keys: address(&rest[..count]),
-                values: 0,
-                count: count as u32,
-                map: self.map(),
-                element_flags: 0,
-                flags: 0,
-            };
-            // SAFETY: `count` keys of the map's size.
-            match unsafe { call(MAP_DELETE_BATCH, &mut attribute) } {
-                Ok(_) => {
-                    deleted += count as u64;
-                    rest = &rest[count..];
-                }
-                Err(error) if no_batches(&error) => {
-                    for key in rest {
-                        deleted += u64::from(self.delete(key)?);
-                    }
-                    return Ok(deleted);
-                }
-                Err(error) if error.raw_os_error() == Some(libc::ENOENT) => {
-                    // The kernel stops at a key that is not there, having counted those before it.
-                    let before = (attribute.count as usize).min(count - 1);
-                    deleted += before as u64;
-                    rest = &rest[before + 1..];
-                }
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(deleted)
     }
 
     /// Hands every element to `each`, in no order. Elements that come or go meanwhile may be missed or, in a hash, seen twice.

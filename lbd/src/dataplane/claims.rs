@@ -78,7 +78,11 @@ impl Claims {
             let need = needed.contains(&place);
             let ours = State::Ours { announced: 0, next: now, defended: None };
             let claim = self.claims.entry(place).or_insert(Claim {
-                state: if need && kept.contains(&place) { ours } else { State::Probing { sent: 0, next: now, holder: None } },
+                state: if need && kept.contains(&place) {
+                    ours
+                } else {
+                    State::Probing { sent: 0, next: now, holder: None }
+                },
                 needed: false,
                 rival: None,
             });
@@ -155,7 +159,11 @@ impl Claims {
 
     /// Addresses that are needed and ours to answer for.
     pub(super) fn ours(&self) -> BTreeSet<Place> {
-        self.claims.iter().filter(|(_, claim)| matches!(claim.state, State::Ours { .. })).map(|(&place, _)| place).collect()
+        self.claims
+            .iter()
+            .filter(|(_, claim)| matches!(claim.state, State::Ours { .. }))
+            .map(|(&place, _)| place)
+            .collect()
     }
 
     /// Addresses that another station has, also while asking again.
@@ -176,7 +184,9 @@ impl Claims {
             .filter(|(_, claim)| claim.needed)
             .filter_map(|(&place, claim)| match claim.state {
                 State::Taken { mac, .. } | State::Probing { holder: Some(mac), .. } => Some((place, mac)),
-                State::Probing { .. } | State::Free { .. } | State::Ours { .. } => claim.rival.map(|(mac, _)| (place, mac)),
+                State::Probing { .. } | State::Free { .. } | State::Ours { .. } => {
+                    claim.rival.map(|(mac, _)| (place, mac))
+                }
             })
             .collect()
     }
@@ -254,7 +264,10 @@ mod tests {
         claims.want(&BTreeSet::from([VIP]), &BTreeSet::new(), &BTreeSet::new(), start);
         claims.due(start, |_| true);
         claims.heard(7, &says(RIVAL), start);
-        assert_eq!((claims.taken(), claims.conflicts()), (BTreeMap::from([(VIP, RIVAL)]), BTreeMap::from([(VIP, RIVAL)])));
+        assert_eq!(
+            (claims.taken(), claims.conflicts()),
+            (BTreeMap::from([(VIP, RIVAL)]), BTreeMap::from([(VIP, RIVAL)]))
+        );
         let (actions, now) = run(&mut claims, start, Duration::from_millis(4900));
         assert_eq!((actions.len(), claims.ours().len()), (0, 0));
         // Still there.

@@ -1,19 +1,20 @@
 //! Pure: from the plan to the keys and values of the maps.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr};
 
 use ipnet::IpNet;
 use lbd_common::abi::{
-    self, ADDRESS_ANSWER, ADDRESS_HOST, ADDRESS_SHARED, ADDRESS_SNAT, ADDRESS_VIP, AddressKey, BACKEND_ELIGIBLE,
-    BACKEND_PRESENT, Backend, CHUNK_SLOTS, FRONTEND_PRESERVE_CLIENT, FRONTEND_SOURCE_AFFINITY, FRONTEND_UNSERVED_DROP,
-    Frontend, FrontendKey, LocalAddress, MaglevChunk, NEXT_HOP_ON_LINK, NEXT_HOP_RESOLVED, NextHop, Segment,
-    TENANT_HOST_ACCESS_ICMP, TENANT_HOST_ACCESS_OWN, Tenant,
+    self, ADDRESS_ANSWER, ADDRESS_BACKEND, ADDRESS_HOST, ADDRESS_SNAT, ADDRESS_TARGET_PORT, ADDRESS_VIP, AddressKey,
+    BACKEND_ELIGIBLE, BACKEND_PRESENT, Backend, CHUNK_SLOTS, FRONTEND_PRESERVE_CLIENT, FRONTEND_SOURCE_AFFINITY,
+    FRONTEND_UNSERVED_DROP, Frontend, FrontendKey, LocalAddress, MaglevChunk, NEXT_HOP_ON_LINK, NEXT_HOP_RESOLVED,
+    NextHop, Segment, TENANT_HOST_ACCESS_ICMP, TENANT_HOST_ACCESS_OWN, Tenant,
 };
 
 use super::netlink::Neighbour;
 use crate::plan::model::{
-    AddressPlan, BackendPlan, FrontendAddress, FrontendPlan, InterfaceFacts, Plan, SegmentId, SegmentPlan, TenantPlan,
+    AddressPlan, BackendPlan, FrontendAddress, FrontendBackend, FrontendPlan, InterfaceFacts, Plan, SegmentId,
+    SegmentPlan, TenantPlan,
 };
 
 /// What a next hop stands for.
@@ -39,13 +40,13 @@ impl HopKey {
             Self::Gateway(segment) => (KIND_GATEWAY, segment, address),
             Self::Station(segment, address) => (KIND_STATION, segment, Some(address)),
         };
-        AddressKey { address: address.map_or([0; 16], |address| abi::mapped(address.octets())), segment, pad: kind }
+        AddressKey { address: address.map_or([0; 16], |address| abi::mapped(address.octets())), segment, port_be: kind }
     }
 
     /// Reads a record back.
     pub(super) fn from_record(record: &AddressKey) -> Option<(Self, Option<Ipv4Addr>)> {
         let address = (record.address != [0; 16]).then(|| Ipv4Addr::from(abi::unmapped(&record.address)));
-        match (record.pad, address) {
+        match (record.port_be, address) {
             (KIND_ON_LINK, _) => Some((Self::OnLink(record.segment), None)),
             (KIND_GATEWAY, address) => Some((Self::Gateway(record.segment), address)),
             (KIND_STATION, Some(address)) => Some((Self::Station(record.segment, address), Some(address))),
@@ -63,7 +64,11 @@ impl HopKey {
 /// The station that a packet to `address` goes to next: itself on the link, else the segment's gateway.
 pub(super) fn hop_to(segment_id: SegmentId, segment: &SegmentPlan, address: Ipv4Addr) -> HopKey {
     let on_link = segment.networks.iter().any(|network| network.contains(&IpAddr::V4(address)));
-    if !on_link && gateway4(segment).is_some() { HopKey::Gateway(segment_id) } else { HopKey::Station(segment_id, address) }
+    if !on_link && gateway4(segment).is_some() {
+        HopKey::Gateway(segment_id)
+    } else {
+        HopKey::Station(segment_id, address)
+    }
 }
 
 /// A segment's IPv4 gateway.
@@ -84,7 +89,9 @@ pub(super) fn hops(plan: &Plan) -> BTreeMap<HopKey, Option<Ipv4Addr>> {
         }
     }
     for backend in plan.backends.values() {
-        let (IpAddr::V4(address), Some(segment)) = (backend.address, plan.segments.get(&backend.segment)) else { continue };
+        let (IpAddr::V4(address), Some(segment)) = (backend.address, plan.segments.get(&backend.segment)) else {
+            continue;
+        };
         match hop_to(backend.segment, segment, address) {
             key @ HopKey::Station(..) => wanted.insert(key, Some(address)),
             key => wanted.insert(key, gateway4(segment)),
@@ -184,13 +191,13 @@ fn mapped(address: IpAddr) -> [u8; 16] {
 }
 
 /// A backend's value.
-pub(super) fn backend(plan: &BackendPlan, next_hop: u16, eligible: bool) -> Backend {
+pub(super) fn backend(plan: &BackendPlan, next_hop: u16) -> Backend {
     Backend {
         address: mapped(plan.address),
         port_be: plan.port.to_be(),
         segment: plan.segment,
         next_hop,
-        flags: BACKEND_PRESENT | if eligible { BACKEND_ELIGIBLE } else { 0 },
+        flags: BACKEND_PRESENT | if plan.eligible { BACKEND_ELIGIBLE } else { 0 },
     }
 }
 
@@ -239,7 +246,7 @@ pub(super) fn frontend(address: &FrontendAddress, plan: &FrontendPlan, table: (u
 
 /// An address's key.
 pub(super) fn address_key(segment: SegmentId, address: IpAddr) -> AddressKey {
-    AddressKey { address: mapped(address), segment, pad: 0 }
+    AddressKey { address: mapped(address), segment, port_be: 0 }
 }
 
 /// Whether ARP requests for the address are ours to answer: not if the kernel does.
@@ -254,7 +261,6 @@ pub(super) fn local_address(plan: &AddressPlan, answer: bool) -> LocalAddress {
         (plan.vip, ADDRESS_VIP),
         (plan.snat.is_some(), ADDRESS_SNAT),
         (plan.host, ADDRESS_HOST),
-        (plan.snat.is_some() && plan.host, ADDRESS_SHARED),
         (answer && answered(plan), ADDRESS_ANSWER),
     ] {
         if on {
@@ -263,6 +269,42 @@ pub(super) fn local_address(plan: &AddressPlan, answer: bool) -> LocalAddress {
     }
     let (snat_first, snat_last) = plan.snat.unwrap_or((0, 0));
     LocalAddress { flags, tenant: plan.tenant, snat_first, snat_last }
+}
+
+/// All of map `addresses`: the plan's addresses, its backends, and the ports that those serve. `answer` says whether no other station
+/// has the address.
+pub(super) fn addresses(
+    plan: &Plan,
+    answer: impl Fn(SegmentId, Ipv4Addr) -> bool,
+) -> BTreeMap<AddressKey, LocalAddress> {
+    let mut wanted: BTreeMap<AddressKey, LocalAddress> = plan
+        .addresses
+        .iter()
+        .map(|(&(segment, address), plan)| {
+            let answer = matches!(address, IpAddr::V4(address) if answer(segment, address));
+            (address_key(segment, address), local_address(plan, answer))
+        })
+        .collect();
+    for backend in plan.backends.values() {
+        wanted.entry(address_key(backend.segment, backend.address)).or_insert(LocalAddress::ZERO).flags |=
+            ADDRESS_BACKEND;
+    }
+    // Many frontends share a list of backends: what it says is looked up once.
+    let mut lists: BTreeMap<*const FrontendBackend, BTreeSet<(SegmentId, u16)>> = BTreeMap::new();
+    let mut ports: BTreeSet<(SegmentId, u16)> = BTreeSet::new();
+    for frontend in plan.frontends.values() {
+        let list = lists.entry(frontend.backends.as_ptr()).or_insert_with(|| {
+            let place = |backend: &FrontendBackend| Some((plan.backends.get(&backend.id)?.segment, backend.port));
+            frontend.backends.iter().filter_map(place).collect()
+        });
+        ports
+            .extend(list.iter().map(|&(segment, port)| (segment, if port == 0 { frontend.target_port } else { port })));
+    }
+    for (segment, port) in ports.into_iter().filter(|&(_, port)| port != 0) {
+        let key = AddressKey { address: [0; 16], segment, port_be: port.to_be() };
+        wanted.insert(key, LocalAddress { flags: ADDRESS_TARGET_PORT, ..LocalAddress::ZERO });
+    }
+    wanted
 }
 
 /// Chunks of a table with this many slots.
@@ -329,10 +371,10 @@ mod tests {
     fn a_failed_neighbour_keeps_its_last_mac_but_not_another_addresss() {
         let key = HopKey::Gateway(3);
         let mac = [2, 0, 0, 0, 1, 1];
-        let good = Neighbour { mac: Some(mac), valid: true, ours: true };
+        let good = Neighbour { mac: Some(mac), valid: true, ..Neighbour::default() };
         let first = next_hop(key, None, &interface(), Some(&good), None, true);
         assert_eq!((first.destination, first.flags, first.segment, first.mtu), (mac, NEXT_HOP_RESOLVED, 3, 9000));
-        let failed = Neighbour { mac: None, valid: false, ours: true };
+        let failed = Neighbour { ours: true, ..Neighbour::default() };
         assert_eq!(next_hop(key, None, &interface(), Some(&failed), Some(&first), true), first);
         assert_eq!(next_hop(key, None, &interface(), None, Some(&first), true), first);
         assert_eq!(next_hop(key, None, &interface(), None, Some(&first), false).flags, 0);
@@ -347,7 +389,7 @@ mod tests {
         assert_eq!(local_address(&vip, false).flags, ADDRESS_VIP);
         let shared = AddressPlan { snat: Some((1024, 32767)), host: true, ..AddressPlan::default() };
         let value = local_address(&shared, true);
-        assert_eq!(value.flags, ADDRESS_SNAT | ADDRESS_HOST | ADDRESS_SHARED);
+        assert_eq!(value.flags, ADDRESS_SNAT | ADDRESS_HOST);
         assert_eq!((value.snat_first, value.snat_last), (1024, 32767));
     }
 
@@ -362,19 +404,18 @@ mod tests {
     #[test]
     fn a_segment_has_its_first_ipv4_network() {
         let value = segment(3, &segment_plan(&["2001:db8::/64", "192.0.2.0/24"], &[]), &interface(), 5, 6);
-        assert_eq!((value.network4_be.to_ne_bytes(), value.mask4_be.to_ne_bytes()), ([192, 0, 2, 0], [255, 255, 255, 0]));
+        assert_eq!(
+            (value.network4_be.to_ne_bytes(), value.mask4_be.to_ne_bytes()),
+            ([192, 0, 2, 0], [255, 255, 255, 0])
+        );
         assert_eq!((value.id, value.gateway_next_hop, value.on_link_next_hop, value.mtu), (3, 5, 6, 9000));
         assert_eq!(value.flags, abi::SEGMENT_TENANT);
     }
 
     #[test]
     fn keys_hold_ports_as_on_the_wire() {
-        let address = FrontendAddress {
-            segment: 3,
-            vip: "192.0.2.34".parse().unwrap(),
-            port: 6443,
-            protocol: Protocol::Tcp,
-        };
+        let address =
+            FrontendAddress { segment: 3, vip: "192.0.2.34".parse().unwrap(), port: 6443, protocol: Protocol::Tcp };
         let key = frontend_key(&address);
         assert_eq!((key.port_be.to_ne_bytes(), key.protocol), (6443_u16.to_be_bytes(), 6));
         assert_eq!(abi::unmapped(&key.vip), [192, 0, 2, 34]);

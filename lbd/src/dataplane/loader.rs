@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-use aya::maps::{MapData, ProgramArray};
+use aya::maps::{Map, MapData, ProgramArray};
 use aya::programs::Xdp;
 use aya::{Ebpf, EbpfLoader};
 use lbd_common::abi::{self, names};
@@ -16,15 +16,6 @@ use super::bpf::{self, MapInfo};
 use super::netlink::{Client, LinkDetails};
 use super::{Attached, DataplaneError, InterfaceXdp, Mode};
 use crate::config::{Config, XdpMode};
-
-/// Stages by their index in map `stages`.
-const STAGES: [(u32, &str); 5] = [
-    (abi::STAGE_TCP_NEW, "lbd_tcp_new"),
-    (abi::STAGE_ARP, "lbd_arp"),
-    (abi::STAGE_LOCAL, "lbd_local"),
-    (abi::STAGE_REJECT, "lbd_reject"),
-    (abi::STAGE_FLAGS, "lbd_flags"),
-];
 
 /// The agent's own map: what each next hop stands for.
 pub(super) const HOP_RECORDS: &str = "next_hop_keys";
@@ -92,10 +83,7 @@ impl Paths {
 
 /// Directories of pinned maps by ABI version.
 fn versions(root: &Path) -> Vec<(u32, PathBuf)> {
-    entries(root)
-        .into_iter()
-        .filter_map(|(name, path)| Some((name.strip_prefix('v')?.parse().ok()?, path)))
-        .collect()
+    entries(root).into_iter().filter_map(|(name, path)| Some((name.strip_prefix('v')?.parse().ok()?, path))).collect()
 }
 
 /// Names and paths in a directory; none if it cannot be read.
@@ -152,6 +140,10 @@ pub(super) struct Shape {
 }
 
 impl Shape {
+    const fn info(&self) -> MapInfo {
+        MapInfo::of(self.kind, self.key_size, self.value_size, self.max_entries, self.flags)
+    }
+
     fn describe(kind: u32, key: u32, value: u32, entries: u32, flags: u32) -> String {
         format!("type {kind}, keys of {key} and values of {value} bytes, {entries} entries, flags {flags:#x}")
     }
@@ -171,7 +163,8 @@ impl Shape {
             };
             format!("{setting}run `lbd detach` (connections are lost) and start again")
         } else {
-            "it was made by another build: run that build, or `lbd detach` (connections are lost) and start again".into()
+            "it was made by another build: run that build, or `lbd detach` (connections are lost) and start again"
+                .into()
         };
         Err(DataplaneError::Shape {
             path: path.to_owned(),
@@ -189,7 +182,8 @@ impl Shape {
         const PERCPU_ARRAY: u32 = 6;
         const QUEUE: u32 = 22;
         let (entries, cpus) = (u64::from(self.max_entries), u64::from(cpus));
-        let (key, value) = (u64::from(self.key_size).next_multiple_of(8), u64::from(self.value_size).next_multiple_of(8));
+        let (key, value) =
+            (u64::from(self.key_size).next_multiple_of(8), u64::from(self.value_size).next_multiple_of(8));
         match self.kind {
             // A bucket of 16 bytes for each entry (rounded up to a power of two); elements with a header of 48 bytes, one spare for
             // each CPU.
@@ -213,7 +207,8 @@ pub(super) fn shapes(object: &[u8], config: &Config) -> Result<Vec<Shape>, Datap
     if object.is_empty() {
         return Err(DataplaneError::NoObject);
     }
-    let parsed = aya_obj::Object::parse(object).map_err(|error| DataplaneError::Object { message: error.to_string() })?;
+    let parsed =
+        aya_obj::Object::parse(object).map_err(|error| DataplaneError::Object { message: error.to_string() })?;
     let sizes: BTreeMap<&str, u32> = sizes(config).into_iter().collect();
     let mut shapes: Vec<Shape> = parsed
         .maps
@@ -243,11 +238,36 @@ pub(super) fn shapes(object: &[u8], config: &Config) -> Result<Vec<Shape>, Datap
     Ok(shapes)
 }
 
+/// The constant for a map's name.
+pub(super) fn known_name(name: &str) -> &'static str {
+    const KNOWN: [&str; 18] = [
+        names::FLOWS4,
+        names::AGEING4,
+        names::HALF_OPEN4,
+        names::HINTS4,
+        names::SEGMENTS,
+        names::ADDRESSES,
+        names::FRONTENDS,
+        names::MAGLEV,
+        names::BACKENDS,
+        names::NEXT_HOPS,
+        names::TENANTS,
+        names::TENANT_USE,
+        names::SETTINGS,
+        names::SCRATCH,
+        names::REASONS,
+        names::FRONTEND_OWNERS,
+        names::FRONTEND_COUNTERS,
+        HOP_RECORDS,
+    ];
+    KNOWN.into_iter().find(|known| *known == name).unwrap_or("other")
+}
+
 /// A program loaded for one NIC.
-struct Loaded {
+pub(super) struct Loaded {
     edge: OwnedFd,
     stages: OwnedFd,
-    control: OwnedFd,
+    pub(super) control: OwnedFd,
     build: Build,
 }
 
@@ -261,6 +281,13 @@ pub(super) struct Nic {
     pub(super) program_id: u32,
     /// Why generic mode was chosen.
     pub(super) warning: Option<String>,
+    /// Nothing of ours was attached before.
+    pub(super) new: bool,
+}
+
+fn interface_index(interface: &str) -> Result<u32, DataplaneError> {
+    nix::net::if_::if_nametoindex(interface)
+        .map_err(|_| DataplaneError::NoInterface { interface: interface.to_owned() })
 }
 
 /// Loads and attaches.
@@ -295,25 +322,42 @@ impl Loader {
             }
         }
         let client = Client::new().map_err(DataplaneError::system("cannot open a netlink socket"))?;
-        Ok(Self {
-            paths,
-            object: object.to_vec(),
-            shapes,
-            mode: config.datapath.mode,
-            sizes: sizes(config),
-            client,
-        })
+        Ok(Self { paths, object: object.to_vec(), shapes, mode: config.datapath.mode, sizes: sizes(config), client })
     }
 
     /// Makes the directories and the maps that are not there yet.
     pub(super) fn create_maps(&self) -> Result<(), DataplaneError> {
         self.paths.create()?;
-        let path = self.paths.map(HOP_RECORDS);
-        if !path.exists() {
-            let map = bpf::create_array(HOP_RECORDS, size_of::<abi::AddressKey>() as u32, abi::MAX_NEXT_HOPS)
-                .and_then(|map| bpf::pin(map.as_fd(), &path))
-                .map_err(DataplaneError::system(format!("cannot make the map {}", path.display())));
-            return map;
+        for shape in &self.shapes {
+            let path = self.paths.map(&shape.name);
+            if !path.exists() {
+                bpf::create_map(&shape.name, &shape.info())
+                    .and_then(|map| bpf::pin(map.as_fd(), &path))
+                    .map_err(DataplaneError::system(format!("cannot make the map {}", path.display())))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether nothing of ours is pinned yet.
+    pub(super) fn is_fresh(&self) -> bool {
+        !self.paths.root.exists()
+    }
+
+    /// Refuses an interface that does not exist or carries another's program, before anything is changed.
+    pub(super) fn check(&mut self, interface: &str) -> Result<(), DataplaneError> {
+        let index = interface_index(interface)?;
+        let details = self.details(interface, index)?;
+        let pinned = bpf::open(&self.paths.link(interface)).and_then(|link| bpf::link_info(link.as_fd())).ok();
+        for xdp in &details.xdp {
+            let ours = pinned.is_some_and(|link| link.ifindex() == index && link.program_id == xdp.program_id);
+            if !ours {
+                let name = program_name(xdp.program_id);
+                if name.as_deref() != Some(names::PROGRAM) {
+                    let link = bpf::link_of(index, xdp.program_id).ok().flatten().map(|(_, info)| info.id);
+                    return Err(foreign(interface, xdp, name, link, xdp.mode));
+                }
+            }
         }
         Ok(())
     }
@@ -331,17 +375,21 @@ impl Loader {
             .collect()
     }
 
-    /// Loads the program for one NIC over the pinned maps and attaches it, or replaces the attached one atomically, or keeps it if its
-    /// code is the same.
-    pub(super) fn attach(&mut self, interface: &str, slot: u32) -> Result<Nic, DataplaneError> {
-        let index = nix::net::if_::if_nametoindex(interface)
-            .map_err(|_| DataplaneError::NoInterface { interface: interface.to_owned() })?;
+    /// Loads the program for one NIC over the pinned maps.
+    pub(super) fn prepare(&self, interface: &str, slot: u32) -> Result<Loaded, DataplaneError> {
+        self.load(interface, interface_index(interface)?, slot)
+    }
+
+    /// Attaches a loaded program, or replaces the attached one atomically, or keeps that if its code is the same.
+    pub(super) fn attach(&mut self, loaded: &Loaded) -> Result<Nic, DataplaneError> {
+        let (interface, slot) = (loaded.build.interface.as_str(), loaded.build.slot);
+        let index = interface_index(interface)?;
         let details = self.details(interface, index)?;
         let held = self.held(interface, index, &details)?;
-        let loaded = self.load(interface, index, slot)?;
-        self.pin_control(&loaded)?;
+        self.pin_control(loaded)?;
         let program = bpf::program_info(loaded.edge.as_fd())
             .map_err(DataplaneError::system(format!("cannot read the program loaded for {interface}")))?;
+        let new = held.is_none();
         let (link, mode, program_id, warning) = match held {
             Some(held) if mode_fits(self.mode, held.mode) => {
                 let same = self.same_code(&loaded.build, held.program_id);
@@ -349,14 +397,14 @@ impl Loader {
                     (held.link, held.mode, held.program_id, None)
                 } else {
                     // Pinned first: a stage array that nothing pins empties itself when this process ends.
-                    self.pin_build(&loaded)?;
+                    self.pin_build(loaded)?;
                     bpf::link_update(held.link.as_fd(), loaded.edge.as_fd())
                         .map_err(DataplaneError::system(format!("cannot replace the program at {interface}")))?;
                     (held.link, held.mode, program.id, None)
                 }
             }
             held => {
-                self.pin_build(&loaded)?;
+                self.pin_build(loaded)?;
                 if let Some(held) = held {
                     // The kernel cannot change the mode of an attachment.
                     tracing::warn!(
@@ -365,7 +413,7 @@ impl Loader {
                     );
                     self.let_go(interface, held)?;
                 }
-                let (link, mode, warning) = self.create_link(interface, index, &details, &loaded)?;
+                let (link, mode, warning) = self.create_link(interface, index, &details, loaded)?;
                 (link, mode, program.id, warning)
             }
         };
@@ -376,7 +424,7 @@ impl Loader {
             (self.mode == XdpMode::Auto && mode == Mode::Generic)
                 .then(|| format!("{interface}: generic XDP mode, as chosen when lbd was first attached"))
         });
-        Ok(Nic { interface: interface.to_owned(), index, slot, mode, program_id, warning })
+        Ok(Nic { interface: interface.to_owned(), index, slot, mode, program_id, warning, new })
     }
 
     fn details(&mut self, interface: &str, index: u32) -> Result<LinkDetails, DataplaneError> {
@@ -420,7 +468,9 @@ impl Loader {
                         .detach_xdp(index, mode)
                         .map_err(DataplaneError::system(format!("cannot detach lbd's own left-over at {interface}")))?;
                 }
-                (_, link, mode) => return Err(foreign(interface, xdp, name, link.ok().flatten().map(|(_, info)| info.id), mode)),
+                (_, link, mode) => {
+                    return Err(foreign(interface, xdp, name, link.ok().flatten().map(|(_, info)| info.id), mode));
+                }
             }
         }
         Ok(held)
@@ -430,7 +480,11 @@ impl Loader {
         let failed = |message: String| DataplaneError::Load { interface: interface.to_owned(), message };
         let base = slot * abi::VLANS;
         let mut loader = EbpfLoader::new();
-        loader.override_global(abi::GLOBAL_SEGMENT_BASE, &base, true).override_global(abi::GLOBAL_IFINDEX, &index, true);
+        loader.override_global(abi::GLOBAL_SEGMENT_BASE, &base, true).override_global(
+            abi::GLOBAL_IFINDEX,
+            &index,
+            true,
+        );
         for (name, entries) in self.sizes {
             loader.map_max_entries(name, entries);
         }
@@ -438,22 +492,26 @@ impl Loader {
             loader.map_pin_path(&shape.name, self.paths.map(&shape.name));
         }
         let mut ebpf = loader.load(&self.object).map_err(|error| failed(chain(&error)))?;
-        let mut stages: ProgramArray<MapData> = ebpf
-            .take_map(names::STAGES)
-            .ok_or_else(|| DataplaneError::Object { message: format!("it has no map {}", names::STAGES) })?
+        let Some(Map::ProgramArray(stages)) = ebpf.take_map(names::STAGES) else {
+            return Err(DataplaneError::Object { message: format!("it has no program array {}", names::STAGES) });
+        };
+        let stages_fd = stages.fd().as_fd().try_clone_to_owned().map_err(|error| failed(error.to_string()))?;
+        let mut stages: ProgramArray<MapData> = Map::ProgramArray(stages)
             .try_into()
             .map_err(|error: aya::maps::MapError| DataplaneError::Object { message: chain(&error) })?;
         let mut fingerprint = Fingerprint::new();
         fingerprint.add(&base.to_ne_bytes());
         fingerprint.add(&index.to_ne_bytes());
-        for (stage, name) in STAGES {
+        for (stage, name) in abi::STAGE_PROGRAMS {
             let program = load_program(&mut ebpf, name, &mut fingerprint).map_err(failed)?;
-            stages.set(stage, program.fd().map_err(|error| failed(chain(&error)))?, 0).map_err(|error| failed(chain(&error)))?;
+            stages
+                .set(stage, program.fd().map_err(|error| failed(chain(&error)))?, 0)
+                .map_err(|error| failed(chain(&error)))?;
         }
         let edge = owned(load_program(&mut ebpf, names::PROGRAM, &mut fingerprint).map_err(failed)?).map_err(failed)?;
         // The control program is not attached anywhere: its code does not count.
-        let control = owned(load_program(&mut ebpf, names::CONTROL, &mut Fingerprint::new()).map_err(failed)?).map_err(failed)?;
-        let stages_fd = clone_map(&stages).map_err(|error| failed(error.to_string()))?;
+        let control =
+            owned(load_program(&mut ebpf, names::CONTROL, &mut Fingerprint::new()).map_err(failed)?).map_err(failed)?;
         let build = Build { interface: interface.to_owned(), slot, fingerprint: fingerprint.0 };
         Ok(Loaded { edge, stages: stages_fd, control, build })
     }
@@ -562,6 +620,15 @@ impl Loader {
         }
     }
 
+    /// Undoes an attachment made by this start.
+    pub(super) fn undo(&self, nic: &Nic) {
+        let path = self.paths.link(&nic.interface);
+        if let Ok(link) = bpf::open(&path) {
+            let _ = bpf::link_detach(link.as_fd());
+            let _ = fs::remove_file(path);
+        }
+    }
+
     /// Detaches from interfaces that the configuration no longer names.
     pub(super) fn release_others(&mut self, interfaces: &[String]) -> Vec<String> {
         let mut released = Vec::new();
@@ -659,14 +726,20 @@ fn refusal(mode: Mode, details: &LinkDetails, error: &io::Error, text: Option<St
         Mode::Generic => "or take another interface",
     };
     match error.raw_os_error() {
-        Some(libc::ERANGE | libc::EINVAL) if mode == Mode::Native && (large || error.raw_os_error() == Some(libc::ERANGE)) => (
-            format!(
-                "the MTU of {} (or of its veth peer) is {}, native mode takes at most {limit} here ({said})",
-                details.name, details.mtu
-            ),
-            format!("run `ip link set dev {} mtu {limit}` (and its peer), {mode_hint}", details.name),
-        ),
-        Some(libc::EOPNOTSUPP) => (format!("its driver has no native XDP ({said})"), format!("take a NIC whose driver has it, {mode_hint}")),
+        Some(libc::ERANGE | libc::EINVAL)
+            if mode == Mode::Native && (large || error.raw_os_error() == Some(libc::ERANGE)) =>
+        {
+            (
+                format!(
+                    "the MTU of {} (or of its veth peer) is {}, native mode takes at most {limit} here ({said})",
+                    details.name, details.mtu
+                ),
+                format!("run `ip link set dev {} mtu {limit}` (and its peer), {mode_hint}", details.name),
+            )
+        }
+        Some(libc::EOPNOTSUPP) => {
+            (format!("its driver has no native XDP ({said})"), format!("take a NIC whose driver has it, {mode_hint}"))
+        }
         Some(libc::ENOMEM | libc::ENOSPC) => (
             format!("the driver has no queue or memory for it ({said})"),
             format!("lower its number of queues (`ethtool -L {}`), {mode_hint}", details.name),
@@ -712,10 +785,6 @@ fn load_program<'a>(ebpf: &'a mut Ebpf, name: &str, fingerprint: &mut Fingerprin
 fn owned(program: &Xdp) -> Result<OwnedFd, String> {
     let fd = program.fd().map_err(|error| chain(&error))?;
     fd.as_fd().try_clone_to_owned().map_err(|error| error.to_string())
-}
-
-fn clone_map(map: &ProgramArray<MapData>) -> io::Result<OwnedFd> {
-    map.fd().as_fd().try_clone_to_owned()
 }
 
 /// Pins over whatever is at the path, in one step.
@@ -806,8 +875,7 @@ pub(super) fn remove_all(paths: &Paths) -> Result<(Vec<String>, u32), DataplaneE
             fs::remove_file(&path).map_err(DataplaneError::system(format!("cannot remove {}", path.display())))?;
             maps += 1;
         }
-        fs::remove_dir(&directory)
-            .map_err(DataplaneError::system(format!("cannot remove {}", directory.display())))?;
+        fs::remove_dir(&directory).map_err(DataplaneError::system(format!("cannot remove {}", directory.display())))?;
     }
     for path in [&paths.links, &paths.root] {
         match fs::remove_dir(path) {
@@ -897,7 +965,10 @@ mod tests {
         let by_link = foreign("ten0", &xdp, Some("xdp_fw".into()), Some(9), xdp.mode).to_string();
         assert!(by_link.contains("\"xdp_fw\" (id 42)") && by_link.contains("bpf_link 9"), "{by_link}");
         let by_netlink = foreign("ten0", &xdp, Some("xdp_fw".into()), None, xdp.mode).to_string();
-        assert!(by_netlink.contains("by netlink") && by_netlink.contains("ip link set dev ten0 xdpdrv off"), "{by_netlink}");
+        assert!(
+            by_netlink.contains("by netlink") && by_netlink.contains("ip link set dev ten0 xdpdrv off"),
+            "{by_netlink}"
+        );
     }
 
     #[test]

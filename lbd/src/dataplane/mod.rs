@@ -1,18 +1,56 @@
 //! The only module that touches BPF: load, pin, attach, fill the maps, next hops, announcements, counters.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `loader` | objects, pins, attachments |
+//! | `engine` | what is in the maps, the order of changes |
+//! | `contents`, `resets`, `regions`, `claims`, `resolver`, `arp` | the pure parts of it |
+//! | `shadow` | only differences are written |
+//! | `worker` | the threads: netlink, addresses, flows |
+//! | `netlink`, `packet`, `bpf` | sockets and bpf(2) |
+//! | `pins` | the read-only view for `lbctl` |
+//! | `preflight` | what `lbd check` says of the host |
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::io::{self, Read, Write};
 use std::net::IpAddr;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use lbd_common::abi;
+use caps::{CapSet, Capability};
+use lbd_common::abi::{self, ControlRequest, FlowKey4, Settings, control, names};
 use tokio::sync::watch;
 
 use crate::config::{Config, SegmentName};
 use crate::plan::model::{HostFacts, Notice, Plan};
 
+mod arp;
+mod bpf;
+mod claims;
+mod contents;
+mod engine;
 mod error;
+mod loader;
+mod netlink;
+mod packet;
+mod pins;
+mod preflight;
+mod regions;
+mod resets;
+mod resolver;
+mod shadow;
+mod worker;
 
+use bpf::{Map, PerCpu};
+use engine::{Engine, Programs, Tables};
 pub use error::DataplaneError;
+use loader::{Loaded, Loader, Nic, Paths};
+use netlink::{Client, Events};
+pub use pins::{Fill, FlowPair, Pins};
+use worker::{Shared, Workers};
 
 /// The BPF object that this binary was built with; empty if there was none.
 pub const OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/lbd-bpf"));
@@ -34,6 +72,14 @@ impl Mode {
             Self::Generic => "generic",
         }
     }
+}
+
+/// An XDP program at an interface, as netlink tells.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct InterfaceXdp {
+    /// `None`: in hardware.
+    mode: Option<Mode>,
+    program_id: u32,
 }
 
 /// An interface that carries our program.
@@ -71,20 +117,133 @@ pub struct Problem {
     pub message: String,
 }
 
+/// The interfaces that the configuration names, the hub's first.
+fn interfaces(config: &Config) -> Vec<String> {
+    let mut found = vec![config.hub.segment.interface.clone()];
+    for tenant in &config.tenants {
+        if !found.contains(&tenant.segment.interface) {
+            found.push(tenant.segment.interface.clone());
+        }
+    }
+    found
+}
+
 /// The running data plane. Dropping it leaves everything pinned and forwarding.
-pub struct Dataplane {}
+pub struct Dataplane {
+    shared: Arc<Shared>,
+    workers: Workers,
+    settings: Map<u32, Settings>,
+}
 
 impl Dataplane {
     /// Opens the pinned maps (ABI and shapes checked) or creates them, loads the programs, and attaches them or replaces the attached
-    /// ones atomically. Starts the threads that follow netlink, announce addresses and retire flows.
+    /// ones atomically. Starts the threads that follow netlink, announce addresses and let flows end.
+    ///
+    /// After an error nothing is attached that was not before.
     pub fn start(config: &Config, object: &[u8]) -> Result<Self, DataplaneError> {
-        let _ = (config, object);
-        Err(DataplaneError::NoObject)
+        if object.is_empty() {
+            return Err(DataplaneError::NoObject);
+        }
+        for (capability, name) in [
+            (Capability::CAP_NET_ADMIN, "CAP_NET_ADMIN"),
+            (Capability::CAP_BPF, "CAP_BPF"),
+            (Capability::CAP_NET_RAW, "CAP_NET_RAW"),
+        ] {
+            if !caps::has_cap(None, CapSet::Effective, capability).unwrap_or(false) {
+                return Err(DataplaneError::Capability { capability: name });
+            }
+        }
+        let mut loader = Loader::new(config, object)?;
+        let interfaces = interfaces(config);
+        for interface in &interfaces {
+            loader.check(interface)?;
+        }
+        let fresh = loader.is_fresh();
+        let result = Self::bring_up(config, &mut loader, &interfaces);
+        let (engine, settings) = match result {
+            Ok(made) => made,
+            Err(error) => {
+                if fresh && let Err(left) = loader::remove_all(&loader.paths) {
+                    tracing::warn!("cleaning up after a failed start: {left}");
+                }
+                return Err(error);
+            }
+        };
+        let netlink = |error| DataplaneError::System { what: "cannot follow netlink".to_owned(), source: error };
+        // Subscribed before the first look, so that nothing falls between the two.
+        let events = Events::new().map_err(netlink)?;
+        let mut client = Client::new().map_err(netlink)?;
+        let mut engine = engine;
+        engine.facts = client.facts().map_err(netlink)?;
+        engine.neighbours = client.neighbours().map_err(netlink)?;
+        for interface in loader.release_others(&interfaces) {
+            tracing::warn!("{interface}: no longer configured, detached");
+        }
+        engine.claim_addresses(Instant::now());
+        let shared = Arc::new(Shared::new(engine, loader));
+        let workers =
+            Workers::start(&shared, events, client).map_err(DataplaneError::system("cannot start a thread"))?;
+        Ok(Self { shared, workers, settings })
+    }
+
+    fn bring_up(
+        config: &Config,
+        loader: &mut Loader,
+        interfaces: &[String],
+    ) -> Result<(Engine, Map<u32, Settings>), DataplaneError> {
+        loader.create_maps()?;
+        let mut loaded = Vec::new();
+        for (interface, slot) in slots(&loader.slots(), interfaces)? {
+            loaded.push(loader.prepare(&interface, slot)?);
+        }
+        let Some(first) = loaded.first() else {
+            return Err(DataplaneError::Object { message: "no interface to load it for".to_owned() });
+        };
+        let paths = loader.paths.clone();
+        let settings = Map::<u32, Settings>::open(&paths.map(names::SETTINGS))
+            .map_err(DataplaneError::system(format!("cannot open map {}", names::SETTINGS)))?;
+        write_settings(config, &settings, first)?;
+        let programs = programs(&paths, first).map_err(DataplaneError::system("cannot open the pinned maps"))?;
+        let mut engine = Tables::open(&paths)
+            .and_then(|tables| Engine::new(config, tables, Some(Arc::new(programs))))
+            .map_err(DataplaneError::system("cannot read the pinned maps"))?;
+        let mut nics: Vec<Nic> = Vec::new();
+        for program in &loaded {
+            match loader.attach(program) {
+                Ok(nic) => {
+                    tracing::info!("{}: program {} in {} mode", nic.interface, nic.program_id, nic.mode.as_str());
+                    if let Some(warning) = &nic.warning {
+                        tracing::warn!("{warning}");
+                    }
+                    nics.push(nic);
+                }
+                Err(error) => {
+                    for nic in nics.iter().filter(|nic| nic.new) {
+                        loader.undo(nic);
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        engine.nics = nics.into_iter().map(|nic| (nic.interface.clone(), nic)).collect();
+        Ok((engine, settings))
     }
 
     /// Takes a reloaded configuration: pools to check ahead of need, timeouts. What needs a restart is not looked at.
     pub fn reconfigure(&mut self, config: &Config) -> Result<(), DataplaneError> {
-        let _ = config;
+        let what = || format!("cannot write map {}", names::SETTINGS);
+        let old = self.settings.get(&0).map_err(DataplaneError::system(what()))?.unwrap_or(Settings::ZERO);
+        let hertz = old.ticks_per_second_256 << abi::TICK_SHIFT >> 8;
+        let new =
+            Settings { flags: old.flags, adopt_until: old.adopt_until, ..engine::settings(config, old.seed, hertz) };
+        if new != old {
+            self.settings.set(&0, &new).map_err(DataplaneError::system(what()))?;
+        }
+        let mut engine = self.shared.engine();
+        engine.config = config.clone();
+        engine.claim_addresses(Instant::now());
+        drop(engine);
+        self.workers.wake();
         Ok(())
     }
 
@@ -93,145 +252,172 @@ impl Dataplane {
     /// May take as long as a few RCU grace periods: call it where blocking is allowed. After [`DataplaneError::Partial`] or another
     /// error the maps are consistent and the call may be repeated.
     pub fn apply(&mut self, plan: &Plan) -> Result<Applied, DataplaneError> {
-        let _ = plan;
-        Ok(Applied::default())
+        let result = self.shared.engine().apply(plan, Instant::now());
+        self.workers.wake();
+        result
     }
 
     /// The host's interfaces, kept up to date.
     pub fn facts(&self) -> watch::Receiver<HostFacts> {
-        watch::channel(HostFacts::default()).1
+        self.shared.facts.subscribe()
     }
 
     /// Addresses of pools and VIPs that another station answers for.
     pub fn taken(&self) -> watch::Receiver<BTreeSet<(SegmentName, IpAddr)>> {
-        watch::channel(BTreeSet::default()).1
+        self.shared.taken.subscribe()
     }
 
-    /// What an operator should know: address conflicts, a fall-back to generic mode, a next hop that does not answer.
+    /// What an operator should know: address conflicts, a fall-back to generic mode.
     pub fn notices(&self) -> watch::Receiver<Vec<Notice>> {
-        watch::channel(Vec::new()).1
+        self.shared.notices.subscribe()
     }
 
     /// Interfaces with the mode in force.
     pub fn attached(&self) -> Vec<Attached> {
-        Vec::new()
+        let engine = self.shared.engine();
+        let nic = |nic: &Nic| Attached {
+            interface: nic.interface.clone(),
+            index: nic.index,
+            mode: Some(nic.mode),
+            program_id: nic.program_id,
+            segment_base: nic.slot * abi::VLANS,
+        };
+        engine.nics.values().map(nic).collect()
     }
 
-    /// Marks and deletes flows, both halves. Returns how many there were.
-    pub fn remove_flows(&self, keys: &[abi::FlowKey4]) -> Result<u64, DataplaneError> {
-        let _ = keys;
-        Ok(0)
+    /// Marks flows as dead: both halves are treated as absent at once and deleted soon. Returns how many lived.
+    pub fn remove_flows(&self, keys: &[FlowKey4]) -> Result<u64, DataplaneError> {
+        self.shared
+            .engine()
+            .mark(keys)
+            .map_err(DataplaneError::system(format!("cannot mark flows in {}", names::FLOWS4)))
+    }
+
+    /// Lets the next `count` writes to a map fail: for tests of what happens then.
+    #[doc(hidden)]
+    pub fn fail_writes(&self, map: &str, count: u64) {
+        self.shared.engine().faults.inject(map, count);
     }
 }
 
-/// A flow: both halves.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct FlowPair {
-    /// Client → VIP, as it arrives.
-    pub key: abi::FlowKey4,
-    /// The forward half.
-    pub forward: abi::Flow4,
-    /// The reverse half, if it was found.
-    pub reverse: Option<abi::Flow4>,
-    /// Segment of the backend; 0 if it is not known any more.
-    pub backend_segment: u16,
+/// Slots of the configured interfaces: those that carry our program keep theirs.
+fn slots(taken: &BTreeMap<String, u32>, interfaces: &[String]) -> Result<Vec<(String, u32)>, DataplaneError> {
+    let mut used: BTreeSet<u32> = taken.values().copied().collect();
+    interfaces
+        .iter()
+        .map(|interface| {
+            let slot = match taken.get(interface) {
+                Some(&slot) => slot,
+                None => (0..abi::MAX_NICS)
+                    .find(|slot| !used.contains(slot))
+                    .ok_or_else(|| DataplaneError::TooManyInterfaces { interface: interface.clone() })?,
+            };
+            used.insert(slot);
+            Ok((interface.clone(), slot))
+        })
+        .collect()
 }
 
-/// How full a map is.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Fill {
-    /// Map name.
-    pub name: &'static str,
-    /// Entries that it can hold.
-    pub max: u32,
-    /// Entries in use, where that means something.
-    pub used: Option<u64>,
+fn programs(paths: &Paths, loaded: &Loaded) -> io::Result<Programs> {
+    Ok(Programs {
+        control: loaded.control.try_clone()?,
+        flows: Map::open(&paths.map(names::FLOWS4))?,
+        counters: PerCpu::open(&paths.map(names::FRONTEND_COUNTERS))?,
+        used: Map::open(&paths.map(names::TENANT_USE))?,
+    })
 }
 
-/// A read-only view of the pinned maps; works with the agent dead.
-pub struct Pins {}
-
-impl Pins {
-    /// Opens the pins below `bpffs`.
-    pub fn open(bpffs: &Path) -> Result<Self, DataplaneError> {
-        Err(DataplaneError::NotThere { path: bpffs.join("lbd") })
+/// Tells the datapath its timeouts and its seed. Pinned settings keep their seed: it decides where every flow is.
+fn write_settings(config: &Config, map: &Map<u32, Settings>, loaded: &Loaded) -> Result<(), DataplaneError> {
+    let what = || format!("cannot write map {}", names::SETTINGS);
+    let old = map.get(&0).map_err(DataplaneError::system(what()))?.filter(|old| old.abi == abi::ABI_VERSION);
+    let seed = seed(&config.state_dir, old.map(|old| old.seed))?;
+    // The kernel does not change its tick while it runs, and pins do not outlive it.
+    let hertz = match old {
+        Some(old) => old.ticks_per_second_256 << abi::TICK_SHIFT >> 8,
+        None => measure_hertz(loaded)?,
+    };
+    let mut settings = engine::settings(config, seed, hertz);
+    if let Some(old) = old {
+        settings.flags = old.flags;
+        settings.adopt_until = old.adopt_until;
     }
-
-    /// What the agent last told the datapath.
-    pub fn settings(&self) -> Result<abi::Settings, DataplaneError> {
-        Ok(abi::Settings::ZERO)
+    if old != Some(settings) {
+        map.set(&0, &settings).map_err(DataplaneError::system(what()))?;
     }
+    Ok(())
+}
 
-    /// The datapath's clock now, in ticks.
-    pub fn now(&self) -> Result<u32, DataplaneError> {
-        Ok(0)
+/// Compares the datapath's two clocks.
+fn measure_hertz(loaded: &Loaded) -> Result<u32, DataplaneError> {
+    let failed = || DataplaneError::system("cannot read the datapath's clock");
+    let read = || {
+        let request = ControlRequest { command: control::CLOCK, ..ControlRequest::ZERO };
+        engine::run_control(&loaded.control, request).map_err(failed())
+    };
+    let mut last = None;
+    // A machine that is stopped between two readings gets another chance.
+    for _ in 0..5 {
+        let first = read()?;
+        std::thread::sleep(Duration::from_millis(120));
+        let second = read()?;
+        last = engine::hertz(
+            second.jiffies.wrapping_sub(first.jiffies),
+            second.nanoseconds.saturating_sub(first.nanoseconds),
+        );
+        if last.is_some() {
+            break;
+        }
     }
+    last.ok_or_else(|| failed()(io::Error::other("its ticks fit no CONFIG_HZ")))
+}
 
-    /// All live flows.
-    pub fn flows(&self) -> Result<Vec<FlowPair>, DataplaneError> {
-        Ok(Vec::new())
+/// The secret seed: the pinned one, else that of the state directory, else a new one; kept in the state directory.
+fn seed(state_dir: &Path, pinned: Option<[u64; 2]>) -> Result<[u64; 2], DataplaneError> {
+    let path = state_dir.join("seed");
+    let failed = |verb: &str| DataplaneError::system(format!("cannot {verb} the seed {}", path.display()));
+    let kept = match fs::read(&path) {
+        Ok(bytes) => <[u8; 16]>::try_from(bytes.as_slice()).ok(),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+        Err(error) => return Err(failed("read")(error)),
+    };
+    let bytes = match (pinned, kept) {
+        (Some([first, second]), _) => {
+            let mut bytes = [0; 16];
+            bytes[..8].copy_from_slice(&first.to_ne_bytes());
+            bytes[8..].copy_from_slice(&second.to_ne_bytes());
+            bytes
+        }
+        (None, Some(bytes)) => bytes,
+        (None, None) => {
+            let mut bytes = [0; 16];
+            fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes)).map_err(failed("make"))?;
+            bytes
+        }
+    };
+    if kept != Some(bytes) {
+        fs::create_dir_all(state_dir).map_err(failed("write"))?;
+        let beside = state_dir.join("seed.new");
+        fs::OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .mode(0o600)
+            .open(&beside)
+            .and_then(|mut file| {
+                file.set_permissions(fs::Permissions::from_mode(0o600))?;
+                file.write_all(&bytes)?;
+                file.sync_all()
+            })
+            .and_then(|()| fs::rename(&beside, &path))
+            .map_err(failed("write"))?;
     }
-
-    /// Half-open connections whose record may be read.
-    pub fn half_open(&self) -> Result<Vec<abi::HalfOpen4>, DataplaneError> {
-        Ok(Vec::new())
-    }
-
-    /// All frontends.
-    pub fn frontends(&self) -> Result<Vec<abi::Frontend>, DataplaneError> {
-        Ok(Vec::new())
-    }
-
-    /// The slots of a frontend's lookup table: backend ids.
-    pub fn table(&self, frontend: &abi::Frontend) -> Result<Vec<u16>, DataplaneError> {
-        let _ = frontend;
-        Ok(Vec::new())
-    }
-
-    /// Backends in use, by id.
-    pub fn backends(&self) -> Result<BTreeMap<u16, abi::Backend>, DataplaneError> {
-        Ok(BTreeMap::new())
-    }
-
-    /// Addresses by segment.
-    pub fn addresses(&self) -> Result<Vec<(abi::AddressKey, abi::LocalAddress)>, DataplaneError> {
-        Ok(Vec::new())
-    }
-
-    /// Segments by index in map `segments`.
-    pub fn segments(&self) -> Result<BTreeMap<u32, abi::Segment>, DataplaneError> {
-        Ok(BTreeMap::new())
-    }
-
-    /// Next hops in use by index, with the address that each stands for (`None`: the client's own MAC, or a gateway slot without one).
-    pub fn next_hops(&self) -> Result<BTreeMap<u16, (Option<IpAddr>, abi::NextHop)>, DataplaneError> {
-        Ok(BTreeMap::new())
-    }
-
-    /// Limits and use of tenants that have any.
-    pub fn tenants(&self) -> Result<BTreeMap<u16, (abi::Tenant, abi::TenantUse)>, DataplaneError> {
-        Ok(BTreeMap::new())
-    }
-
-    /// Counters of reasons by (tenant, number of the reason), summed over CPUs, without zeros.
-    pub fn reasons(&self) -> Result<BTreeMap<(u16, u8), u64>, DataplaneError> {
-        Ok(BTreeMap::new())
-    }
-
-    /// Counters of frontends by id, summed over CPUs, without those that are all zero.
-    pub fn frontend_counters(&self) -> Result<BTreeMap<u16, abi::FrontendCounters>, DataplaneError> {
-        Ok(BTreeMap::new())
-    }
-
-    /// Interfaces that carry our program, with the mode in force.
-    pub fn attached(&self) -> Result<Vec<Attached>, DataplaneError> {
-        Ok(Vec::new())
-    }
-
-    /// How full the tables are. Counts flows, so it takes as long as [`Self::flows`].
-    pub fn fill(&self) -> Result<Vec<Fill>, DataplaneError> {
-        Ok(Vec::new())
-    }
+    let word = |at: usize| {
+        let mut word = [0; 8];
+        word.copy_from_slice(&bytes[at..at + 8]);
+        u64::from_ne_bytes(word)
+    };
+    Ok([word(0), word(8)])
 }
 
 /// What [`detach`] removed.
@@ -239,7 +425,7 @@ impl Pins {
 pub struct Detached {
     /// Interfaces that our program was taken from.
     pub interfaces: Vec<String>,
-    /// Pinned maps removed.
+    /// Pinned maps and programs removed.
     pub maps: u32,
     /// Neighbour entries released.
     pub neighbours: u32,
@@ -254,8 +440,25 @@ impl Detached {
 
 /// Removes everything of lbd's from the kernel: links first, then maps. Works from the pins alone; a second call finds nothing.
 pub fn detach(bpffs: &Path) -> Result<Detached, DataplaneError> {
-    let _ = bpffs;
-    Ok(Detached::default())
+    let paths = Paths::new(bpffs);
+    let (mut interfaces, maps) = loader::remove_all(&paths)?;
+    let mut client = Client::new().map_err(DataplaneError::system("cannot open a netlink socket"))?;
+    let facts = client.facts().map_err(DataplaneError::system("cannot list interfaces"))?;
+    let indexes: Vec<(String, u32)> =
+        facts.interfaces.iter().map(|(name, interface)| (name.clone(), interface.index)).collect();
+    interfaces.extend(loader::detach_left_overs(&mut client, &indexes));
+    let mut released = 0;
+    for ((ifindex, address), neighbour) in
+        client.neighbours().map_err(DataplaneError::system("cannot list neighbours"))?
+    {
+        if neighbour.ours {
+            client
+                .release(ifindex, address)
+                .map_err(DataplaneError::system(format!("cannot release the neighbour {address}")))?;
+            released += 1;
+        }
+    }
+    Ok(Detached { interfaces, maps, neighbours: released })
 }
 
 /// The host's interfaces now; needs no privileges.
@@ -265,12 +468,38 @@ pub fn host_facts() -> Result<HostFacts, DataplaneError> {
 
 /// Looks at the host without changing it: capabilities, BPF file system, interfaces, offloads, MTU.
 pub fn preflight(config: &Config) -> Vec<Problem> {
-    let _ = config;
-    Vec::new()
+    preflight::preflight(config)
 }
 
-/// Memory that the maps will take, by name, in bytes, on a machine with this many possible CPUs.
+/// Memory that the maps will take, by name, in bytes, on a machine with this many possible CPUs. Empty without a BPF object.
 pub fn map_memory(config: &Config, cpus: u32) -> Vec<(&'static str, u64)> {
-    let _ = (config, cpus);
-    Vec::new()
+    let shapes = loader::shapes(OBJECT, config).unwrap_or_default();
+    shapes.iter().map(|shape| (loader::known_name(&shape.name), shape.memory(cpus))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn interfaces_keep_their_slots() {
+        let taken = BTreeMap::from([("ten0".to_owned(), 3), ("gone".to_owned(), 0)]);
+        let interfaces = ["hub0".to_owned(), "ten0".to_owned(), "ten1".to_owned()];
+        let found = slots(&taken, &interfaces).unwrap();
+        assert_eq!(found.into_iter().map(|(_, slot)| slot).collect::<Vec<_>>(), [1, 3, 2]);
+        let many: Vec<String> = (0..=abi::MAX_NICS).map(|number| format!("eth{number}")).collect();
+        assert!(matches!(slots(&BTreeMap::new(), &many), Err(DataplaneError::TooManyInterfaces { .. })));
+    }
+
+    #[test]
+    fn the_seed_survives_and_the_pinned_one_wins() {
+        let directory = tempfile::tempdir().unwrap();
+        let first = seed(directory.path(), None).unwrap();
+        assert_ne!(first, [0, 0]);
+        assert_eq!(seed(directory.path(), None).unwrap(), first);
+        assert_eq!(seed(directory.path(), Some([1, 2])).unwrap(), [1, 2]);
+        assert_eq!(seed(directory.path(), None).unwrap(), [1, 2]);
+        let mode = fs::metadata(directory.path().join("seed")).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+    }
 }

@@ -30,14 +30,18 @@ const NEIGHBOUR_PROTOCOL: u8 = 171;
 const GROUPS: u32 = 1 << 0 | 1 << 2 | 1 << 4 | 1 << 6 | 1 << 8 | 1 << 10;
 
 /// An IPv4 neighbour.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Neighbour {
     /// Its MAC, if it is known.
     pub(super) mac: Option<[u8; 6]>,
     /// The kernel believes in the MAC.
     pub(super) valid: bool,
-    /// We made the kernel keep it fresh.
+    /// We made it.
     pub(super) ours: bool,
+    /// The kernel keeps it fresh.
+    pub(super) managed: bool,
+    /// An operator's static entry.
+    pub(super) permanent: bool,
 }
 
 /// Neighbours by interface and address.
@@ -62,6 +66,8 @@ pub(super) struct LinkDetails {
 pub(super) struct Client {
     socket: Socket,
     sequence: u32,
+    /// The kernel's words for the last error, if it had any.
+    words: Option<String>,
 }
 
 impl Client {
@@ -72,7 +78,8 @@ impl Client {
         socket.connect(&SocketAddr::new(0, 0))?;
         // Optional: gives better texts.
         let _ = socket.set_ext_ack(true);
-        Ok(Self { socket, sequence: 0 })
+        let _ = socket.set_cap_ack(true);
+        Ok(Self { socket, sequence: 0, words: None })
     }
 
     fn send(&mut self, message: RouteNetlinkMessage, flags: u16) -> io::Result<()> {
@@ -99,7 +106,10 @@ impl Client {
                     NetlinkPayload::InnerMessage(inner) => each(inner),
                     NetlinkPayload::Done(_) => return Ok(()),
                     NetlinkPayload::Error(error) if error.code.is_none() => return Ok(()),
-                    NetlinkPayload::Error(error) => return Err(error.to_io()),
+                    NetlinkPayload::Error(error) => {
+                        self.words = words(&error.header);
+                        return Err(error.to_io());
+                    }
                     _ => {}
                 }
             }
@@ -185,20 +195,50 @@ impl Client {
 
     /// Detaches the XDP program that netlink attached (there is no other way to detach those).
     pub(super) fn detach_xdp(&mut self, ifindex: u32, mode: Mode) -> io::Result<()> {
-        self.set_xdp(ifindex, -1, mode)
+        self.set_xdp(ifindex, -1, mode, 0)
     }
 
-    fn set_xdp(&mut self, ifindex: u32, fd: i32, mode: Mode) -> io::Result<()> {
-        let flags = match mode {
-            Mode::Native => super::bpf::XDP_NATIVE,
-            Mode::Generic => super::bpf::XDP_GENERIC,
-        };
+    /// The kernel's words for why it does not attach a program: bpf(2) has none, netlink does.
+    pub(super) fn why_not(&mut self, ifindex: u32, program: i32, mode: Mode) -> Option<String> {
+        const IF_NONE: u32 = 1;
+        self.words = None;
+        if self.set_xdp(ifindex, program, mode, IF_NONE).is_ok() {
+            // What bpf(2) refused a moment ago is possible now. Not like this: the attachment could not be pinned.
+            let _ = self.detach_xdp(ifindex, mode);
+        }
+        self.words.take()
+    }
+
+    fn set_xdp(&mut self, ifindex: u32, fd: i32, mode: Mode, flags: u32) -> io::Result<()> {
+        let flags = flags
+            | match mode {
+                Mode::Native => super::bpf::XDP_NATIVE,
+                Mode::Generic => super::bpf::XDP_GENERIC,
+            };
         let mut request = LinkMessage::default();
         request.header.index = ifindex;
         request.attributes.push(LinkAttribute::Xdp(vec![LinkXdp::Fd(fd), LinkXdp::Flags(flags)]));
         self.send(RouteNetlinkMessage::SetLink(request), NLM_F_ACK)?;
         self.answers(|_| {})
     }
+}
+
+/// The text in an error message with extended acknowledgement: after the header of the request.
+fn words(payload: &[u8]) -> Option<String> {
+    const HEADER: usize = 16;
+    const MESSAGE: u16 = 1;
+    let mut rest = payload.get(HEADER..)?;
+    while rest.len() >= 4 {
+        let length = usize::from(u16::from_ne_bytes([rest[0], rest[1]]));
+        let kind = u16::from_ne_bytes([rest[2], rest[3]]);
+        let value = rest.get(4..length)?;
+        if kind == MESSAGE {
+            let end = value.iter().position(|&byte| byte == 0).unwrap_or(value.len());
+            return Some(String::from_utf8_lossy(&value[..end]).into_owned());
+        }
+        rest = rest.get(length.next_multiple_of(4)..)?;
+    }
+    None
 }
 
 /// A socket that hears of every change.
@@ -314,18 +354,23 @@ fn neighbour(message: &NeighbourMessage) -> Option<((u32, Ipv4Addr), Neighbour)>
     if message.header.family != AddressFamily::Inet {
         return None;
     }
-    let (mut address, mut mac, mut ours) = (None, None, false);
+    let mut address = None;
+    let mut found = Neighbour::default();
+    let mut mac = None;
     for attribute in &message.attributes {
         match attribute {
-            NeighbourAttribute::Destination(NeighbourAddress::Inet(found)) => address = Some(*found),
+            NeighbourAttribute::Destination(NeighbourAddress::Inet(destination)) => address = Some(*destination),
             NeighbourAttribute::LinkLayerAddress(bytes) => mac = <[u8; 6]>::try_from(bytes.as_slice()).ok(),
-            NeighbourAttribute::Protocol(protocol) => ours = u8::from(*protocol) == NEIGHBOUR_PROTOCOL,
+            NeighbourAttribute::Protocol(protocol) => found.ours = u8::from(*protocol) == NEIGHBOUR_PROTOCOL,
+            NeighbourAttribute::ExtFlags(flags) => found.managed = flags.contains(NeighbourExtFlags::Managed),
             _ => {}
         }
     }
-    let valid = u16::from(message.header.state) & VALID != 0;
-    let mac = mac.filter(|mac| *mac != [0; 6]);
-    Some(((message.header.ifindex, address?), Neighbour { mac, valid, ours }))
+    let state = u16::from(message.header.state);
+    found.valid = state & VALID != 0;
+    found.permanent = message.header.state == NeighbourState::Permanent;
+    found.mac = mac.filter(|mac| *mac != [0; 6]);
+    Some(((message.header.ifindex, address?), found))
 }
 
 fn link_details(link: &LinkMessage) -> LinkDetails {
@@ -547,12 +592,13 @@ mod tests {
         message.header.state = NeighbourState::Failed;
         let (key, found) = neighbour(&message).unwrap();
         assert_eq!(key, (3, Ipv4Addr::new(10, 0, 0, 11)));
-        assert_eq!(found, Neighbour { mac: None, valid: false, ours: false });
+        assert_eq!(found, Neighbour::default());
         message.header.state = NeighbourState::Stale;
         message.attributes.push(NeighbourAttribute::LinkLayerAddress(vec![2, 0, 0, 0, 10, 11]));
         message.attributes.push(NeighbourAttribute::Protocol(RouteProtocol::from(NEIGHBOUR_PROTOCOL)));
         let (_, found) = neighbour(&message).unwrap();
-        assert_eq!(found, Neighbour { mac: Some([2, 0, 0, 0, 10, 11]), valid: true, ours: true });
+        let mac = Some([2, 0, 0, 0, 10, 11]);
+        assert_eq!(found, Neighbour { mac, valid: true, ours: true, ..Neighbour::default() });
     }
 
     #[test]

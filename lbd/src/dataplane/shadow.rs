@@ -42,7 +42,8 @@ impl Faults {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(map.to_owned(), count);
     }
 
-    fn strikes(&self, map: &str) -> bool {
+    /// Whether this write shall fail.
+    pub(super) fn strikes(&self, map: &str) -> bool {
         let mut faults = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         match faults.get_mut(map) {
             Some(count) if *count > 0 => {
@@ -180,10 +181,21 @@ pub(super) mod tests {
     use super::*;
 
     /// A store in memory that counts its calls and can be full.
-    #[derive(Clone, Default)]
     pub(in super::super) struct Memory<K, V> {
         pub(in super::super) entries: Arc<Mutex<BTreeMap<K, V>>>,
         pub(in super::super) limit: Option<usize>,
+    }
+
+    impl<K, V> Clone for Memory<K, V> {
+        fn clone(&self) -> Self {
+            Self { entries: Arc::clone(&self.entries), limit: self.limit }
+        }
+    }
+
+    impl<K, V> Default for Memory<K, V> {
+        fn default() -> Self {
+            Self { entries: Arc::new(Mutex::new(BTreeMap::new())), limit: None }
+        }
     }
 
     impl<K: Copy + Ord + Send, V: Copy + Send> Store<K, V> for Memory<K, V> {

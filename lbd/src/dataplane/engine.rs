@@ -1,0 +1,1175 @@
+//! The contents of the maps: what is wanted, what is there, and the order of changes.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::net::{IpAddr, Ipv4Addr};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use lbd_common::abi::{
+    self, ADDRESS_ANSWER, AddressKey, Backend, ControlRequest, Flow4, FlowKey4, Frontend, FrontendCounters,
+    FrontendKey, FrontendOwner, LocalAddress, MaglevChunk, NextHop, Segment, Settings, Tenant, TenantUse, control,
+    names,
+};
+use zerocopy::IntoBytes;
+
+use super::bpf::{self, Map, PerCpu};
+use super::claims::{Claims, Place};
+use super::contents::{self, HopKey};
+use super::loader::{HOP_RECORDS, Nic, Paths};
+use super::netlink::{Neighbour, Neighbours};
+use super::regions::Regions;
+use super::resets;
+use super::shadow::{Faults, Store, Table, Writer};
+use super::{Applied, DataplaneError};
+use crate::config::{AddressRange, Config, SegmentName};
+use crate::plan::model::{HostFacts, InterfaceFacts, Plan, Reset, SegmentId, SegmentPlan};
+use crate::source::ObjectName;
+
+/// Free addresses of each tenant's pools that are checked ahead of need.
+const AHEAD: usize = 4;
+
+/// A lookup table in map `maglev`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Region {
+    start: u32,
+    slots: u32,
+}
+
+impl Region {
+    const fn chunks(self) -> u32 {
+        contents::chunks(self.slots)
+    }
+}
+
+/// A next hop: its index, and the address to resolve.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Hop {
+    index: u16,
+    address: Option<Ipv4Addr>,
+}
+
+/// What talks to the datapath's programs and flows; absent in unit tests.
+pub(super) struct Programs {
+    pub(super) control: OwnedFd,
+    pub(super) flows: Map<FlowKey4, Flow4>,
+    pub(super) counters: PerCpu<FrontendCounters>,
+    pub(super) used: Map<u32, TenantUse>,
+}
+
+impl Programs {
+    /// Runs the control program.
+    pub(super) fn control(&self, request: ControlRequest) -> io::Result<ControlRequest> {
+        run_control(&self.control, request)
+    }
+
+    /// Lets the clock hand pass over so many entries of the ageing queue, so that flows end also where no new ones begin.
+    pub(super) fn age(&self, entries: u64) -> io::Result<()> {
+        // One run looks at so many entries at the most, so that it holds its CPU for microseconds.
+        const STEPS: u32 = 64;
+        for _ in 0..entries.div_ceil(u64::from(STEPS)) {
+            let request = ControlRequest { command: control::AGE, count: STEPS, ..ControlRequest::ZERO };
+            if self.control(request)?.result < u64::from(STEPS) {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// Flows that live now, by the datapath's count.
+    pub(super) fn live_flows(&self) -> io::Result<u64> {
+        let mut total: u64 = 0;
+        self.used.for_each(|_, used| total = total.wrapping_add(used.flows))?;
+        Ok(total)
+    }
+
+    /// Marks a flow as dead: both halves count as absent from then on, and the clock hand deletes them. Whether it lived.
+    fn mark(&self, key: &FlowKey4) -> io::Result<bool> {
+        let answer = self.control(ControlRequest { command: control::MARK, key: *key, ..ControlRequest::ZERO })?;
+        Ok(answer.result != 0)
+    }
+}
+
+/// Runs the control program on a request.
+pub(super) fn run_control(program: &OwnedFd, mut request: ControlRequest) -> io::Result<ControlRequest> {
+    const XDP_PASS: u32 = 2;
+    let verdict = bpf::test_run(program.as_fd(), request.as_mut_bytes())?;
+    if verdict == XDP_PASS {
+        Ok(request)
+    } else {
+        Err(io::Error::other(format!("the control program returned {verdict}")))
+    }
+}
+
+/// The tables that the agent writes.
+pub(super) struct Tables {
+    tenants: Table<u32, Tenant>,
+    owners: Table<u32, FrontendOwner>,
+    backends: Table<u32, Backend>,
+    frontends: Table<FrontendKey, Frontend>,
+    addresses: Table<AddressKey, LocalAddress>,
+    segments: Table<u32, Segment>,
+    hops: Table<u32, NextHop>,
+    records: Table<u32, AddressKey>,
+    maglev: Box<dyn Store<u32, MaglevChunk>>,
+}
+
+impl Tables {
+    /// Opens the pinned maps and reads what is in them.
+    pub(super) fn open(paths: &Paths) -> io::Result<Self> {
+        fn array<V: bpf::Plain + PartialEq + Send + Sync>(
+            paths: &Paths,
+            name: &'static str,
+            zero: V,
+        ) -> io::Result<Table<u32, V>> {
+            Table::load(name, Box::new(Map::<u32, V>::open(&paths.map(name))?), Some(zero))
+        }
+        fn hash<K: bpf::Plain + Ord, V: bpf::Plain + PartialEq>(
+            paths: &Paths,
+            name: &'static str,
+        ) -> io::Result<Table<K, V>> {
+            Table::load(name, Box::new(Map::<K, V>::open(&paths.map(name))?), None)
+        }
+        Ok(Self {
+            tenants: array(paths, names::TENANTS, Tenant::ZERO)?,
+            owners: array(paths, names::FRONTEND_OWNERS, FrontendOwner::ZERO)?,
+            backends: array(paths, names::BACKENDS, Backend::ZERO)?,
+            frontends: hash(paths, names::FRONTENDS)?,
+            addresses: hash(paths, names::ADDRESSES)?,
+            segments: array(paths, names::SEGMENTS, Segment::ZERO)?,
+            hops: array(paths, names::NEXT_HOPS, NextHop::ZERO)?,
+            records: array(paths, HOP_RECORDS, AddressKey::ZERO)?,
+            maglev: Box::new(Map::<u32, MaglevChunk>::open(&paths.map(names::MAGLEV))?),
+        })
+    }
+}
+
+/// Everything that the data plane knows.
+pub(super) struct Engine {
+    tables: Tables,
+    pub(super) programs: Option<Arc<Programs>>,
+    pub(super) faults: Faults,
+    pub(super) config: Config,
+    pub(super) facts: HostFacts,
+    pub(super) neighbours: Neighbours,
+    pub(super) nics: BTreeMap<String, Nic>,
+    pub(super) claims: Claims,
+    /// Addresses that were answered for when this agent started.
+    kept: BTreeSet<(SegmentId, Ipv4Addr)>,
+    plan: Plan,
+    regions: Regions,
+    by_content: BTreeMap<Arc<[u16]>, Region>,
+    retired: Vec<Region>,
+    hops: BTreeMap<HopKey, Hop>,
+    /// Hops that the plan needs.
+    needed: BTreeSet<HopKey>,
+    next_index: u32,
+    /// Resets to repeat when connections that were half-open then are over.
+    again: Vec<(Instant, BTreeSet<Reset>)>,
+}
+
+impl Engine {
+    /// Starts from what is in the maps.
+    pub(super) fn new(config: &Config, tables: Tables, programs: Option<Arc<Programs>>) -> io::Result<Self> {
+        let mut engine = Self {
+            tables,
+            programs,
+            faults: Faults::default(),
+            config: config.clone(),
+            facts: HostFacts::default(),
+            neighbours: Neighbours::new(),
+            nics: BTreeMap::new(),
+            claims: Claims::default(),
+            kept: BTreeSet::new(),
+            plan: Plan::default(),
+            regions: Regions::new(abi::MAGLEV_CHUNKS),
+            by_content: BTreeMap::new(),
+            retired: Vec::new(),
+            hops: BTreeMap::new(),
+            needed: BTreeSet::new(),
+            next_index: 1,
+            again: Vec::new(),
+        };
+        engine.recover_hops();
+        engine.recover_regions()?;
+        engine.kept = engine
+            .tables
+            .addresses
+            .shadow()
+            .iter()
+            .filter(|(_, value)| value.flags & ADDRESS_ANSWER != 0)
+            .map(|(key, _)| (key.segment, Ipv4Addr::from(abi::unmapped(&key.address))))
+            .collect();
+        Ok(engine)
+    }
+
+    fn recover_hops(&mut self) {
+        for (&index, record) in self.tables.records.shadow() {
+            if let Some((key, address)) = HopKey::from_record(record) {
+                self.hops.insert(key, Hop { index: index as u16, address });
+            }
+            self.next_index = self.next_index.max(index + 1);
+        }
+        if let Some((&last, _)) = self.tables.hops.shadow().last_key_value() {
+            self.next_index = self.next_index.max(last + 1);
+        }
+    }
+
+    fn recover_regions(&mut self) -> io::Result<()> {
+        let in_use: BTreeMap<u32, u32> = self
+            .tables
+            .frontends
+            .shadow()
+            .values()
+            .filter(|frontend| frontend.table_size != 0)
+            .map(|frontend| (frontend.table, frontend.table_size))
+            .collect();
+        if in_use.is_empty() {
+            return Ok(());
+        }
+        let chunks: BTreeMap<u32, MaglevChunk> = self.tables.maglev.load()?.into_iter().collect();
+        for (start, slots) in in_use {
+            let region = Region { start, slots };
+            if self.regions.claim(start, region.chunks()) {
+                let mut content: Vec<u16> =
+                    chunks.range(start..start + region.chunks()).flat_map(|(_, chunk)| chunk.slots).collect();
+                content.truncate(slots as usize);
+                self.by_content.insert(content.into(), region);
+            } else {
+                tracing::warn!("map {}: overlapping lookup tables at chunk {start}", names::MAGLEV);
+            }
+        }
+        Ok(())
+    }
+
+    /// See [`super::Dataplane::apply`].
+    pub(super) fn apply(&mut self, plan: &Plan, now: Instant) -> Result<Applied, DataplaneError> {
+        let mut writer = Writer::new(&self.faults);
+        let mut flows_reset = self.reset(&plan.resets, &mut writer);
+        self.plan = plan.clone();
+        self.claim_addresses(now);
+
+        // What is new, from the back to the front: whatever a packet finds leads to something complete.
+        self.add_hops(&mut writer);
+        let tenants = plan
+            .tenants
+            .iter()
+            .map(|(&id, tenant)| (u32::from(id), contents::tenant(tenant)))
+            .collect::<BTreeMap<_, _>>();
+        self.tables.tenants.put_all(&tenants, &mut writer);
+        let backends = self.wanted_backends();
+        self.add_backends(&backends, &mut writer);
+        let regions = self.add_tables(&backends, &mut writer);
+        self.add_frontends(&regions, &mut writer);
+        let addresses = self.wanted_addresses();
+        self.tables.addresses.put_all(&addresses, &mut writer);
+        let segments = self.wanted_segments();
+        self.tables.segments.put_all(&segments, &mut writer);
+
+        // What is gone, in reverse.
+        self.tables.segments.retain(|index| segments.contains_key(index), &mut writer);
+        self.tables.addresses.retain(|key| addresses.contains_key(key), &mut writer);
+        self.remove_frontends(&mut writer);
+        self.retire_tables();
+        if writer.failed == 0 {
+            self.remove_backends(&backends, &mut writer);
+            self.tables.tenants.retain(|id| tenants.contains_key(id), &mut writer);
+        }
+
+        if !plan.resets.is_empty() {
+            // Connections that were made between the first pass and the change; and later, those whose handshake was under way.
+            flows_reset += self.reset(&plan.resets, &mut writer);
+            let after = self.config_half_open() + Duration::from_secs(5);
+            self.again.push((now + after, plan.resets.clone()));
+        }
+        match writer.first {
+            None => Ok(Applied { map_writes: writer.writes, flows_reset }),
+            Some(first) => Err(DataplaneError::Partial { failed: writer.failed, first }),
+        }
+    }
+
+    fn config_half_open(&self) -> Duration {
+        self.config
+            .tenants
+            .iter()
+            .map(|tenant| tenant.settings.timeouts.tcp_half_open)
+            .max()
+            .unwrap_or(Duration::from_secs(30))
+    }
+
+    /// Marks the flows that are meant. Returns how many lived.
+    fn reset(&self, resets: &BTreeSet<Reset>, writer: &mut Writer) -> u64 {
+        let Some(programs) = &self.programs else { return 0 };
+        if resets.is_empty() {
+            return 0;
+        }
+        let mut meant = Vec::new();
+        let result = programs.flows.for_each(|key, flow| {
+            if flow.state & (abi::FLOW_REVERSE | abi::FLOW_DEAD) == 0 {
+                let segment = self.tables.hops.get(&u32::from(flow.next_hop)).map_or(0, |hop| hop.segment);
+                if resets.iter().any(|reset| resets::matches(reset, key, flow, segment)) {
+                    meant.push(*key);
+                }
+            }
+        });
+        if let Err(error) = result {
+            writer.fail(format!("map {}: cannot list flows to reset: {error}", names::FLOWS4));
+        }
+        match self.mark(&meant) {
+            Ok(count) => count,
+            Err(error) => {
+                writer.fail(format!("map {}: cannot reset flows: {error}", names::FLOWS4));
+                0
+            }
+        }
+    }
+
+    /// Marks flows as dead. Returns how many lived.
+    pub(super) fn mark(&self, keys: &[FlowKey4]) -> io::Result<u64> {
+        let Some(programs) = &self.programs else { return Ok(0) };
+        let mut count = 0;
+        for key in keys {
+            count += u64::from(programs.mark(key)?);
+        }
+        Ok(count)
+    }
+
+    /// Resets again what was half-open the first time.
+    pub(super) fn reset_again(&mut self, now: Instant) -> u64 {
+        let (due, later): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut self.again).into_iter().partition(|(at, _)| *at <= now);
+        self.again = later;
+        let resets: BTreeSet<Reset> = due
+            .into_iter()
+            .flat_map(|(_, resets)| resets)
+            .filter(|reset| resets::still_meant(reset, &self.plan))
+            .collect();
+        self.reset(&resets, &mut Writer::new(&self.faults))
+    }
+
+    fn interface(&self, segment: &SegmentPlan) -> Option<&InterfaceFacts> {
+        self.facts.interfaces.get(&segment.name.interface)
+    }
+
+    /// Gives every next hop that the plan needs an index, for ever: flows keep indexes.
+    fn add_hops(&mut self, writer: &mut Writer) {
+        let wanted = contents::hops(&self.plan);
+        for (&key, &address) in &wanted {
+            let known = self.hops.get(&key).copied();
+            let index = match known {
+                Some(hop) => hop.index,
+                None if self.next_index < abi::MAX_NEXT_HOPS => {
+                    self.next_index += 1;
+                    (self.next_index - 1) as u16
+                }
+                None => match self.recycle_hop(&wanted) {
+                    Some(index) => index,
+                    None => {
+                        writer.fail(DataplaneError::NextHopsFull.to_string());
+                        continue;
+                    }
+                },
+            };
+            // The record first: an index without a record could be given away again by the next agent.
+            if self.tables.records.put(u32::from(index), key.record(address), writer) {
+                let same = known.is_some_and(|hop| hop.address == address);
+                self.hops.insert(key, Hop { index, address });
+                self.write_hop(key, same, writer);
+            }
+        }
+        self.needed = wanted.into_keys().collect();
+    }
+
+    /// Takes an index that neither the plan nor any flow uses.
+    fn recycle_hop(&mut self, wanted: &BTreeMap<HopKey, Option<Ipv4Addr>>) -> Option<u16> {
+        let mut used: BTreeSet<u16> = BTreeSet::new();
+        if let Some(programs) = &self.programs {
+            programs
+                .flows
+                .for_each(|_, flow| {
+                    used.insert(flow.next_hop);
+                })
+                .ok()?;
+        }
+        let (&key, &hop) =
+            self.hops.iter().find(|(key, hop)| !wanted.contains_key(key) && !used.contains(&hop.index))?;
+        self.hops.remove(&key);
+        Some(hop.index)
+    }
+
+    fn write_hop(&mut self, key: HopKey, same_address: bool, writer: &mut Writer) {
+        let Some(&hop) = self.hops.get(&key) else { return };
+        let Some(segment) = self.plan.segments.get(&key.segment()) else { return };
+        let Some(interface) = self.interface(segment) else { return };
+        let neighbour = hop.address.and_then(|address| self.neighbours.get(&(interface.index, address)));
+        let old = self.tables.hops.get(&u32::from(hop.index));
+        let value = contents::next_hop(key, segment.name.vlan, interface, neighbour, old, same_address);
+        self.tables.hops.put(u32::from(hop.index), value, writer);
+    }
+
+    /// A neighbour has changed.
+    pub(super) fn neighbour(&mut self, ifindex: u32, address: Ipv4Addr, neighbour: Option<Neighbour>) {
+        match neighbour {
+            Some(neighbour) => self.neighbours.insert((ifindex, address), neighbour),
+            None => self.neighbours.remove(&(ifindex, address)),
+        };
+        let keys: Vec<HopKey> =
+            self.hops.iter().filter(|(_, hop)| hop.address == Some(address)).map(|(&key, _)| key).collect();
+        let mut writer = Writer::new(&self.faults);
+        for key in keys {
+            self.write_hop(key, true, &mut writer);
+        }
+    }
+
+    /// Interfaces or routes have changed: MACs, MTUs and indexes of next hops and segments follow.
+    pub(super) fn refresh(&mut self) {
+        let mut writer = Writer::new(&self.faults);
+        let keys: Vec<HopKey> = self.hops.keys().copied().collect();
+        for key in keys {
+            self.write_hop(key, true, &mut writer);
+        }
+        let segments = self.wanted_segments();
+        self.tables.segments.put_all(&segments, &mut writer);
+        if writer.failed != 0 {
+            tracing::warn!("{} map writes failed after a change of the host's interfaces", writer.failed);
+        }
+    }
+
+    /// The neighbours that the kernel shall keep resolved.
+    pub(super) fn to_resolve(&self) -> BTreeSet<(u32, Ipv4Addr)> {
+        self.needed
+            .iter()
+            .filter_map(|key| {
+                let segment = self.plan.segments.get(&key.segment())?;
+                let interface = self.interface(segment).filter(|interface| interface.up)?;
+                Some((interface.index, self.hops.get(key)?.address?))
+            })
+            .collect()
+    }
+
+    fn wanted_backends(&self) -> BTreeMap<u32, Backend> {
+        self.plan
+            .backends
+            .iter()
+            .filter_map(|(&id, backend)| {
+                let IpAddr::V4(address) = backend.address else { return None };
+                let segment = self.plan.segments.get(&backend.segment)?;
+                let hop = self.hops.get(&contents::hop_to(backend.segment, segment, address))?;
+                Some((u32::from(id), contents::backend(backend, hop.index)))
+            })
+            .collect()
+    }
+
+    /// A backend that may no longer take connections keeps saying so until nothing leads to it.
+    fn add_backends(&mut self, wanted: &BTreeMap<u32, Backend>, writer: &mut Writer) {
+        let first: BTreeMap<u32, Backend> = wanted
+            .iter()
+            .map(|(&id, &backend)| {
+                let old = self.tables.backends.get(&id).filter(|old| old.address == backend.address);
+                let flags = old.map_or(0, |old| old.flags & abi::BACKEND_ELIGIBLE);
+                (id, Backend { flags: backend.flags | flags, ..backend })
+            })
+            .collect();
+        self.tables.backends.put_all(&first, writer);
+    }
+
+    fn remove_backends(&mut self, wanted: &BTreeMap<u32, Backend>, writer: &mut Writer) {
+        self.tables.backends.put_all(wanted, writer);
+        if self.tables.backends.shadow().keys().any(|id| !wanted.contains_key(id)) {
+            if self.programs.is_some() {
+                bpf::barrier();
+            }
+            self.tables.backends.retain(|id| wanted.contains_key(id), writer);
+        }
+    }
+
+    /// Makes sure that every lookup table of the plan is in the map; where that failed there is `None`.
+    fn add_tables(&mut self, backends: &BTreeMap<u32, Backend>, writer: &mut Writer) -> Vec<Option<Region>> {
+        let tables = self.plan.tables.clone();
+        tables
+            .iter()
+            .map(|table| {
+                if let Some(&region) = self.by_content.get(table) {
+                    return Some(region);
+                }
+                let written = |id: u16| {
+                    id == 0
+                        || self.tables.backends.get(&u32::from(id)).is_some_and(|found| {
+                            backends.get(&u32::from(id)).is_some_and(|wanted| wanted.address == found.address)
+                        })
+                };
+                let members: BTreeSet<u16> = table.iter().copied().collect();
+                if !members.into_iter().all(written) {
+                    writer.fail(format!("map {}: a backend of a lookup table could not be written", names::MAGLEV));
+                    return None;
+                }
+                let slots = table.len() as u32;
+                let chunks = contents::chunks(slots);
+                let start = match self.take_region(chunks) {
+                    Ok(start) => start,
+                    Err(free) => {
+                        writer.fail(DataplaneError::MaglevFull { wanted: chunks, free }.to_string());
+                        return None;
+                    }
+                };
+                let keys: Vec<u32> = (start..start + chunks).collect();
+                let injected = writer.faults.strikes(names::MAGLEV);
+                let result = if injected {
+                    Err((0, io::Error::other("injected")))
+                } else {
+                    self.tables.maglev.set_many(&keys, &contents::cut(table))
+                };
+                if let Err((_, error)) = result {
+                    self.regions.give(start, chunks);
+                    writer.fail(format!("map {}: cannot write a lookup table: {error}", names::MAGLEV));
+                    return None;
+                }
+                writer.writes += u64::from(chunks);
+                let region = Region { start, slots };
+                self.by_content.insert(Arc::clone(table), region);
+                Some(region)
+            })
+            .collect()
+    }
+
+    fn take_region(&mut self, chunks: u32) -> Result<u32, u32> {
+        match self.regions.take(chunks) {
+            Err(_) if !self.retired.is_empty() => {
+                if self.programs.is_some() {
+                    bpf::barrier();
+                }
+                let retired = std::mem::take(&mut self.retired);
+                self.free(&retired);
+                self.regions.take(chunks)
+            }
+            result => result,
+        }
+    }
+
+    fn add_frontends(&mut self, regions: &[Option<Region>], writer: &mut Writer) {
+        let plan = self.plan.clone();
+        let mut wanted = BTreeMap::new();
+        let mut owners = BTreeMap::new();
+        for (address, frontend) in &plan.frontends {
+            let table = match frontend.table {
+                None => (0, 0),
+                Some(index) => match regions.get(index) {
+                    Some(Some(region)) => (region.start, region.slots),
+                    // Its table could not be written: it stays as it is, or away.
+                    Some(None) | None => continue,
+                },
+            };
+            wanted.insert(contents::frontend_key(address), contents::frontend(address, frontend, table));
+            owners.insert(u32::from(frontend.id), FrontendOwner { tenant: frontend.tenant, ..FrontendOwner::ZERO });
+        }
+        self.tables.owners.put_all(&owners, writer);
+        self.tables.frontends.put_all(&wanted, writer);
+    }
+
+    fn remove_frontends(&mut self, writer: &mut Writer) {
+        let wanted: BTreeSet<FrontendKey> = self.plan.frontends.keys().map(contents::frontend_key).collect();
+        let ids: BTreeSet<u16> = self.plan.frontends.values().map(|frontend| frontend.id).collect();
+        let gone: Vec<u16> = self
+            .tables
+            .frontends
+            .shadow()
+            .iter()
+            .filter(|(key, value)| !wanted.contains(key) && !ids.contains(&value.id))
+            .map(|(_, value)| value.id)
+            .collect();
+        self.tables.frontends.retain(|key| wanted.contains(key), writer);
+        if let Some(programs) = &self.programs {
+            for id in gone {
+                // The next frontend with this id shall start from zero.
+                if let Err(error) = programs.counters.clear(u32::from(id)) {
+                    writer.fail(format!("map {}: cannot clear counters: {error}", names::FRONTEND_COUNTERS));
+                }
+            }
+        }
+    }
+
+    /// Lookup tables that nothing refers to any more wait for the last packet that may be reading them.
+    fn retire_tables(&mut self) {
+        let used: BTreeSet<u32> = self
+            .tables
+            .frontends
+            .shadow()
+            .values()
+            .filter(|frontend| frontend.table_size != 0)
+            .map(|frontend| frontend.table)
+            .collect();
+        let retired = &mut self.retired;
+        self.by_content.retain(|_, region| {
+            let keep = used.contains(&region.start);
+            if !keep {
+                retired.push(*region);
+            }
+            keep
+        });
+    }
+
+    /// Takes the regions that wait for an RCU grace period; give them to [`Self::free`] after it.
+    pub(super) fn take_retired(&mut self) -> Retired {
+        Retired(std::mem::take(&mut self.retired))
+    }
+
+    fn free(&mut self, regions: &[Region]) {
+        for region in regions {
+            self.regions.give(region.start, region.chunks());
+        }
+    }
+
+    /// Makes the regions usable again.
+    pub(super) fn release(&mut self, retired: &Retired) {
+        self.free(&retired.0);
+    }
+
+    fn wanted_segments(&self) -> BTreeMap<u32, Segment> {
+        let index = |key: HopKey| self.hops.get(&key).map_or(0, |hop| hop.index);
+        self.plan
+            .segments
+            .iter()
+            .filter_map(|(&id, segment)| {
+                let nic = self.nics.get(&segment.name.interface)?;
+                let interface = self.interface(segment)?;
+                let at = abi::segment_index(nic.slot, segment.name.vlan.unwrap_or(0));
+                let (gateway, on_link) = (index(HopKey::Gateway(id)), index(HopKey::OnLink(id)));
+                Some((at, contents::segment(id, segment, interface, gateway, on_link)))
+            })
+            .collect()
+    }
+
+    /// The place of an address: the index of its segment's interface.
+    fn place(&self, segment: SegmentId, address: Ipv4Addr) -> Option<Place> {
+        let plan = self.plan.segments.get(&segment)?;
+        Some((self.interface(plan)?.index, address))
+    }
+
+    fn wanted_addresses(&self) -> BTreeMap<AddressKey, LocalAddress> {
+        let ours = self.claims.ours();
+        contents::addresses(&self.plan, |segment, address| {
+            self.place(segment, address).is_some_and(|place| ours.contains(&place))
+        })
+    }
+
+    /// Follows changes of who has which address.
+    pub(super) fn write_addresses(&mut self) {
+        let wanted = self.wanted_addresses();
+        let mut writer = Writer::new(&self.faults);
+        self.tables.addresses.put_all(&wanted, &mut writer);
+    }
+
+    /// Tells [`Claims`] which addresses are needed now and which may be next.
+    pub(super) fn claim_addresses(&mut self, now: Instant) {
+        let mut needed = BTreeSet::new();
+        for (&(segment, address), plan) in &self.plan.addresses {
+            if let IpAddr::V4(address) = address
+                && contents::answered(plan)
+            {
+                needed.extend(self.place(segment, address));
+            }
+        }
+        let kept = self.kept.iter().filter_map(|&(segment, address)| self.place(segment, address)).collect();
+        let ahead = self.ahead(&needed);
+        self.claims.want(&needed, &ahead, &kept, now);
+    }
+
+    /// A few free addresses of every tenant: the next ones to be given out.
+    fn ahead(&self, needed: &BTreeSet<Place>) -> BTreeSet<Place> {
+        let mut ahead = BTreeSet::new();
+        for tenant in &self.config.tenants {
+            let Some(interface) = self.facts.interfaces.get(&tenant.segment.interface) else { continue };
+            if tenant.segment.vlan.is_some() {
+                continue;
+            }
+            let host = interface.all_addresses.iter().map(ipnet::IpNet::addr).chain(interface.gateways.iter().copied());
+            let mut unusable: BTreeSet<IpAddr> = host.chain(tenant.gateway).collect();
+            unusable.extend(tenant.address.map(|address| address.addr()));
+            let free = tenant.pools.iter().flat_map(addresses_of).filter(|&address| {
+                !needed.contains(&(interface.index, address))
+                    && !unusable.contains(&IpAddr::V4(address))
+                    && !tenant.avoid.iter().any(|range| range.contains(IpAddr::V4(address)))
+            });
+            ahead.extend(free.take(AHEAD).map(|address| (interface.index, address)));
+        }
+        ahead
+    }
+
+    /// Whose a place is.
+    pub(super) fn whose(&self, place: Place) -> Option<Whose> {
+        let (name, _) = self.facts.interfaces.iter().find(|(_, interface)| interface.index == place.0)?;
+        let segment = SegmentName { interface: name.clone(), vlan: None };
+        let address = IpAddr::V4(place.1);
+        let id = self.plan.segments.iter().find(|(_, plan)| plan.name == segment).map(|(&id, _)| id);
+        let planned = id.and_then(|id| {
+            let tenant = self.plan.addresses.get(&(id, address))?.tenant;
+            Some(self.plan.tenants.get(&tenant)?.name.clone())
+        });
+        let pooled = || {
+            let owner =
+                self.config.tenants.iter().find(|tenant| {
+                    tenant.segment == segment && tenant.pools.iter().any(|range| range.contains(address))
+                });
+            owner.map(|tenant| tenant.name.clone())
+        };
+        let service = id.and_then(|id| {
+            let mut frontends = self.plan.frontends.iter();
+            frontends
+                .find(|(at, _)| at.segment == id && at.vip == address)
+                .and_then(|(_, frontend)| frontend.service.clone())
+        });
+        let tenant = planned.or_else(pooled);
+        Some(Whose { segment, tenant, service })
+    }
+}
+
+/// Whose an address is.
+pub(super) struct Whose {
+    pub(super) segment: SegmentName,
+    pub(super) tenant: Option<String>,
+    pub(super) service: Option<ObjectName>,
+}
+
+/// Regions that wait for an RCU grace period.
+pub(super) struct Retired(Vec<Region>);
+
+impl Retired {
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+fn addresses_of(range: &AddressRange) -> Box<dyn Iterator<Item = Ipv4Addr>> {
+    match (range.first, range.last) {
+        (IpAddr::V4(first), IpAddr::V4(last)) => Box::new((u32::from(first)..=u32::from(last)).map(Ipv4Addr::from)),
+        _ => Box::new(std::iter::empty()),
+    }
+}
+
+/// Ticks for a duration, rounded up.
+fn ticks(duration: Duration, hertz: u32) -> u32 {
+    let jiffies = duration.as_millis() as u64 * u64::from(hertz) / 1000;
+    jiffies.div_ceil(1 << abi::TICK_SHIFT).min(u64::from(u32::MAX / 4)) as u32
+}
+
+/// What the datapath is told: the timeouts of the first tenant (they are the same for all until they can differ).
+pub(super) fn settings(config: &Config, seed: [u64; 2], hertz: u32) -> Settings {
+    let timeouts = config.tenants.first().map(|tenant| tenant.settings.timeouts);
+    let pick = |pick: fn(&crate::config::Timeouts) -> Duration, default: u64| {
+        ticks(timeouts.as_ref().map_or(Duration::from_secs(default), pick), hertz).max(1)
+    };
+    Settings {
+        abi: abi::ABI_VERSION,
+        flags: 0,
+        seed,
+        ticks_per_second_256: hertz * 256 >> abi::TICK_SHIFT,
+        tcp_established: pick(|timeouts| timeouts.tcp_established, 86_400),
+        tcp_half_open: pick(|timeouts| timeouts.tcp_half_open, 30),
+        tcp_fin: pick(|timeouts| timeouts.tcp_fin, 60),
+        tcp_reset: pick(|timeouts| timeouts.tcp_reset, 10),
+        udp_unreplied: pick(|timeouts| timeouts.udp_unreplied, 30),
+        udp_replied: pick(|timeouts| timeouts.udp_replied, 180),
+        tombstone: ticks(Duration::from_secs(75), hertz),
+        // No XDP program runs for 100 ms; a tick may have just ended when it is read.
+        grace: ticks(Duration::from_millis(100), hertz) + 2,
+        // A thousand a second on each CPU.
+        rejects_per_tick: (1000 << abi::TICK_SHIFT) / hertz,
+        half_open_sets: abi::HALF_OPEN_SETS,
+        adopt_until: 0,
+    }
+}
+
+/// `CONFIG_HZ` from two readings of jiffies and nanoseconds.
+pub(super) fn hertz(jiffies: u64, nanoseconds: u64) -> Option<u32> {
+    if nanoseconds == 0 {
+        return None;
+    }
+    let measured = jiffies as f64 * 1e9 / nanoseconds as f64;
+    [100_u32, 250, 300, 1000]
+        .into_iter()
+        .min_by(|left, right| {
+            let off = |&hertz: &u32| (measured / f64::from(hertz)).ln().abs();
+            off(left).total_cmp(&off(right))
+        })
+        .filter(|&hertz| (measured / f64::from(hertz) - 1.0).abs() < 0.2)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::super::Mode;
+    use super::super::shadow::tests::Memory;
+    use super::*;
+    use crate::config::Protocol;
+    use crate::plan::model::{AddressPlan, BackendPlan, FrontendAddress, FrontendBackend, FrontendPlan, TenantPlan};
+
+    /// Writes to all maps, in order.
+    type Log = Arc<Mutex<Vec<&'static str>>>;
+
+    struct Logged<K, V> {
+        name: &'static str,
+        log: Log,
+        memory: Memory<K, V>,
+    }
+
+    impl<K: Copy + Ord + Send, V: Copy + Send> Store<K, V> for Logged<K, V> {
+        fn set_many(&self, keys: &[K], values: &[V]) -> Result<(), (usize, io::Error)> {
+            if !keys.is_empty() {
+                self.log.lock().unwrap().push(self.name);
+            }
+            self.memory.set_many(keys, values)
+        }
+
+        fn delete(&self, key: &K) -> io::Result<()> {
+            self.log.lock().unwrap().push(self.name);
+            self.memory.delete(key)
+        }
+
+        fn load(&self) -> io::Result<Vec<(K, V)>> {
+            self.memory.load()
+        }
+    }
+
+    struct Bench {
+        log: Log,
+        maglev: Memory<u32, MaglevChunk>,
+        frontends: Memory<FrontendKey, Frontend>,
+        addresses: Memory<AddressKey, LocalAddress>,
+        backends: Memory<u32, Backend>,
+        hops: Memory<u32, NextHop>,
+        records: Memory<u32, AddressKey>,
+        segments: Memory<u32, Segment>,
+    }
+
+    impl Bench {
+        fn new() -> Self {
+            Self {
+                log: Log::default(),
+                maglev: Memory::default(),
+                frontends: Memory::default(),
+                addresses: Memory::default(),
+                backends: Memory::default(),
+                hops: Memory::default(),
+                records: Memory::default(),
+                segments: Memory::default(),
+            }
+        }
+
+        fn table<K: Copy + Ord + Send + 'static, V: Copy + Send + PartialEq + 'static>(
+            &self,
+            name: &'static str,
+            memory: &Memory<K, V>,
+            zero: Option<V>,
+        ) -> Table<K, V> {
+            let memory = memory.clone();
+            Table::load(name, Box::new(Logged { name, log: Arc::clone(&self.log), memory }), zero).unwrap()
+        }
+
+        fn engine(&self) -> Engine {
+            let tables = Tables {
+                tenants: self.table("tenants", &Memory::default(), Some(Tenant::ZERO)),
+                owners: self.table("owners", &Memory::default(), Some(FrontendOwner::ZERO)),
+                backends: self.table("backends", &self.backends, Some(Backend::ZERO)),
+                frontends: self.table("frontends", &self.frontends, None),
+                addresses: self.table("addresses", &self.addresses, None),
+                segments: self.table("segments", &self.segments, Some(Segment::ZERO)),
+                hops: self.table("hops", &self.hops, Some(NextHop::ZERO)),
+                records: self.table("records", &self.records, Some(AddressKey::ZERO)),
+                maglev: Box::new(Logged { name: "maglev", log: Arc::clone(&self.log), memory: self.maglev.clone() }),
+            };
+            let mut engine = Engine::new(&config(), tables, None).unwrap();
+            for (name, index) in [("ten0", 7), ("hub0", 8)] {
+                let facts = InterfaceFacts {
+                    index,
+                    mac: [2, 0, 0, 0, 0, index as u8],
+                    mtu: 1500,
+                    up: true,
+                    ..InterfaceFacts::default()
+                };
+                engine.facts.interfaces.insert(name.into(), facts);
+                let nic = Nic {
+                    interface: name.into(),
+                    index,
+                    slot: index - 7,
+                    mode: Mode::Native,
+                    program_id: 1,
+                    warning: None,
+                    new: true,
+                };
+                engine.nics.insert(name.into(), nic);
+            }
+            engine
+        }
+
+        fn log(&self) -> Vec<&'static str> {
+            let mut log = std::mem::take(&mut *self.log.lock().unwrap());
+            log.dedup();
+            log
+        }
+    }
+
+    fn config() -> Config {
+        let text = "version: 1\nhubs:\n  - name: hub\n    interface: hub0\ntenants:\n  - name: a\n    segment: { interface: ten0, \
+                    address: 192.0.2.2/24 }\n    pools: [192.0.2.32-192.0.2.47]\n";
+        crate::config::parse(text, "test").unwrap()
+    }
+
+    fn segment(interface: &str, network: &str, tenant_side: bool) -> SegmentPlan {
+        SegmentPlan {
+            name: SegmentName { interface: interface.into(), vlan: None },
+            tenant_side,
+            hub_side: !tenant_side,
+            tenant: u16::from(tenant_side),
+            networks: vec![network.parse().unwrap()],
+            gateways: Vec::new(),
+        }
+    }
+
+    /// One VIP over so many nodes.
+    fn plan(nodes: u8, slots: usize) -> Plan {
+        let vip: IpAddr = "192.0.2.34".parse().unwrap();
+        let mut plan = Plan::default();
+        plan.segments.insert(1, segment("ten0", "192.0.2.0/24", true));
+        plan.segments.insert(2, segment("hub0", "10.0.0.0/24", false));
+        plan.tenants.insert(1, TenantPlan { name: "a".into(), max_flows: 10, ..TenantPlan::default() });
+        plan.addresses.insert((1, vip), AddressPlan { vip: true, tenant: 1, ..AddressPlan::default() });
+        let mut list = Vec::new();
+        for node in 1..=nodes {
+            let address = IpAddr::from([10, 0, 0, 10 + node]);
+            let id = u16::from(node);
+            plan.backends.insert(id, BackendPlan { address, port: 0, segment: 2, node: None, eligible: true });
+            list.push(FrontendBackend { id, address, port: 0, node: None, weight: 1, serving: true, probed: true });
+        }
+        if nodes > 0 {
+            plan.tables.push((0..slots).map(|slot| (slot % usize::from(nodes)) as u16 + 1).collect::<Vec<_>>().into());
+        }
+        let address = FrontendAddress { segment: 1, vip, port: 6443, protocol: Protocol::Tcp };
+        plan.frontends.insert(
+            address,
+            FrontendPlan {
+                id: 9,
+                tenant: 1,
+                name: "api".into(),
+                service: None,
+                service_uid: String::new(),
+                source_affinity: false,
+                preserve_client: false,
+                unserved_drop: false,
+                target_port: 30918,
+                snat: Some("10.0.0.2".parse().unwrap()),
+                snat_ports: (1024, 32767),
+                table: (nodes > 0).then_some(0),
+                backends: list.into(),
+                probe: None,
+                reset_on_down: false,
+            },
+        );
+        plan
+    }
+
+    #[test]
+    fn what_leads_to_something_is_written_after_it_and_removed_before_it() {
+        let bench = Bench::new();
+        let mut engine = bench.engine();
+        let now = Instant::now();
+        let applied = engine.apply(&plan(2, 1021), now).unwrap();
+        assert!(applied.map_writes > 32);
+        assert_eq!(
+            bench.log(),
+            [
+                "records",
+                "hops",
+                "records",
+                "hops",
+                "records",
+                "hops",
+                "records",
+                "hops",
+                "tenants",
+                "backends",
+                "maglev",
+                "owners",
+                "frontends",
+                "addresses",
+                "segments"
+            ]
+        );
+        assert_eq!(engine.apply(&plan(2, 1021), now).unwrap().map_writes, 0);
+        assert!(bench.log().is_empty());
+        engine.apply(&Plan::default(), now).unwrap();
+        assert_eq!(bench.log(), ["segments", "addresses", "frontends", "backends", "tenants"]);
+        assert!(bench.frontends.entries.lock().unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_new_table_is_written_elsewhere_and_the_old_one_freed_later() {
+        let bench = Bench::new();
+        let mut engine = bench.engine();
+        let now = Instant::now();
+        engine.apply(&plan(2, 1021), now).unwrap();
+        let old = *bench.frontends.entries.lock().unwrap().values().next().unwrap();
+        engine.apply(&plan(3, 1021), now).unwrap();
+        let new = *bench.frontends.entries.lock().unwrap().values().next().unwrap();
+        assert_eq!((old.table, new.table, new.table_size), (0, 32, 1021));
+        assert_eq!(engine.regions.free(), abi::MAGLEV_CHUNKS - 64);
+        let retired = engine.take_retired();
+        assert!(!retired.is_empty());
+        engine.release(&retired);
+        assert_eq!(engine.regions.free(), abi::MAGLEV_CHUNKS - 32);
+        engine.apply(&plan(4, 1021), now).unwrap();
+        assert_eq!(bench.frontends.entries.lock().unwrap().values().next().unwrap().table, 0);
+    }
+
+    #[test]
+    fn a_full_map_keeps_the_old_table() {
+        let bench = Bench::new();
+        let mut engine = bench.engine();
+        let now = Instant::now();
+        engine.apply(&plan(2, 1021), now).unwrap();
+        engine.regions = Regions::new(8);
+        let error = engine.apply(&plan(3, 1021), now).unwrap_err().to_string();
+        assert!(error.contains("maglev_full: 32 chunks wanted") && error.contains("8 free"), "{error}");
+        let kept = *bench.frontends.entries.lock().unwrap().values().next().unwrap();
+        assert_eq!((kept.table, kept.table_size), (0, 1021));
+        // The backends that the old table names are still there.
+        assert!(bench.backends.entries.lock().unwrap()[&1].flags & abi::BACKEND_PRESENT != 0);
+        engine.regions = Regions::new(64);
+        engine.apply(&plan(3, 1021), now).unwrap();
+    }
+
+    #[test]
+    fn a_failing_write_leaves_the_rest_consistent_and_is_made_up_for() {
+        for map in [names::BACKENDS, names::MAGLEV, names::FRONTENDS, names::ADDRESSES] {
+            let bench = Bench::new();
+            let mut engine = bench.engine();
+            let now = Instant::now();
+            engine.apply(&plan(2, 1021), now).unwrap();
+            // In the tests the tables go by other names.
+            let name = if map == names::MAGLEV {
+                map
+            } else {
+                ["backends", "frontends", "addresses"].into_iter().find(|name| *name == map).unwrap()
+            };
+            engine.faults.inject(name, 1);
+            let result = engine.apply(&plan(4, 1021), now);
+            assert!(matches!(result, Err(DataplaneError::Partial { .. })), "{map}: {result:?}");
+            // Every slot that a frontend can reach names a backend that is present.
+            for frontend in bench.frontends.entries.lock().unwrap().values() {
+                for chunk in frontend.table..frontend.table + contents::chunks(frontend.table_size) {
+                    for id in bench.maglev.entries.lock().unwrap()[&chunk].slots.into_iter().filter(|&id| id != 0) {
+                        let flags = bench.backends.entries.lock().unwrap()[&u32::from(id)].flags;
+                        assert!(flags & abi::BACKEND_PRESENT != 0, "{map}: backend {id}");
+                    }
+                }
+            }
+            assert!(engine.apply(&plan(4, 1021), now).unwrap().map_writes > 0, "{map}");
+            assert_eq!(engine.apply(&plan(4, 1021), now).unwrap().map_writes, 0, "{map}");
+        }
+    }
+
+    #[test]
+    fn a_restart_finds_everything_as_it_was() {
+        let bench = Bench::new();
+        let now = Instant::now();
+        let before = {
+            let mut engine = bench.engine();
+            engine.apply(&plan(3, 1021), now).unwrap();
+            engine.hops.clone()
+        };
+        bench.log();
+        let mut engine = bench.engine();
+        assert_eq!(engine.hops, before);
+        // Tenants and owners start empty in this bench.
+        engine.apply(&plan(3, 1021), now).unwrap();
+        assert_eq!(bench.log(), ["tenants", "owners"]);
+        assert_eq!(engine.regions.free(), abi::MAGLEV_CHUNKS - 32);
+    }
+
+    #[test]
+    fn next_hops_follow_their_neighbours_and_keep_the_last_mac() {
+        let bench = Bench::new();
+        let mut engine = bench.engine();
+        engine.apply(&plan(1, 1021), Instant::now()).unwrap();
+        let node = Ipv4Addr::new(10, 0, 0, 11);
+        let index = u32::from(engine.hops[&HopKey::Station(2, node)].index);
+        let hop = |bench: &Bench| bench.hops.entries.lock().unwrap()[&index];
+        assert_eq!(hop(&bench).flags, 0);
+        assert!(engine.to_resolve().contains(&(8, node)));
+        let good = Neighbour { mac: Some([2, 9, 9, 9, 9, 9]), valid: true, ..Neighbour::default() };
+        engine.neighbour(8, node, Some(good));
+        assert_eq!((hop(&bench).destination, hop(&bench).flags), ([2, 9, 9, 9, 9, 9], abi::NEXT_HOP_RESOLVED));
+        engine.neighbour(8, node, None);
+        assert_eq!(hop(&bench).destination, [2, 9, 9, 9, 9, 9]);
+        // Another interface's neighbour of the same address is another station.
+        let other = Neighbour { mac: Some([2, 8, 8, 8, 8, 8]), valid: true, ..Neighbour::default() };
+        engine.neighbour(7, node, Some(other));
+        assert_eq!(hop(&bench).destination, [2, 9, 9, 9, 9, 9]);
+        engine.facts.interfaces.get_mut("hub0").unwrap().mac = [2, 7, 7, 7, 7, 7];
+        engine.refresh();
+        assert_eq!(hop(&bench).source, [2, 7, 7, 7, 7, 7]);
+        assert_eq!(bench.segments.entries.lock().unwrap()[&abi::VLANS].mac, [2, 7, 7, 7, 7, 7]);
+    }
+
+    #[test]
+    fn a_vip_is_answered_only_once_it_is_known_to_be_free() {
+        let bench = Bench::new();
+        let mut engine = bench.engine();
+        let mut now = Instant::now();
+        engine.apply(&plan(1, 1021), now).unwrap();
+        let key = contents::address_key(1, "192.0.2.34".parse().unwrap());
+        let flags = |bench: &Bench| bench.addresses.entries.lock().unwrap()[&key].flags;
+        assert_eq!(flags(&bench), abi::ADDRESS_VIP);
+        for _ in 0..20 {
+            engine.claims.due(now, |_| true);
+            now += Duration::from_millis(100);
+        }
+        engine.write_addresses();
+        assert_eq!(flags(&bench), abi::ADDRESS_VIP | ADDRESS_ANSWER);
+        // The next agent does not take it away while it makes up its mind.
+        let mut engine = bench.engine();
+        engine.apply(&plan(1, 1021), now).unwrap();
+        assert_eq!(flags(&bench), abi::ADDRESS_VIP | ADDRESS_ANSWER);
+    }
+
+    #[test]
+    fn the_first_free_pool_addresses_are_checked_ahead() {
+        let bench = Bench::new();
+        let mut engine = bench.engine();
+        engine.plan = plan(1, 1021);
+        let needed = BTreeSet::from([(7, Ipv4Addr::new(192, 0, 2, 33))]);
+        let ahead: Vec<u8> = engine.ahead(&needed).into_iter().map(|(_, address)| address.octets()[3]).collect();
+        assert_eq!(ahead, [32, 34, 35, 36]);
+    }
+
+    #[test]
+    fn backends_and_their_ports_are_known_as_addresses() {
+        let wanted = contents::addresses(&plan(2, 1021), |_, _| false);
+        let node = contents::address_key(2, "10.0.0.11".parse().unwrap());
+        assert_eq!(wanted[&node].flags, abi::ADDRESS_BACKEND);
+        let port = AddressKey { address: [0; 16], segment: 2, port_be: 30918_u16.to_be() };
+        assert_eq!(wanted[&port].flags, abi::ADDRESS_TARGET_PORT);
+        assert_eq!(wanted.len(), 4);
+    }
+
+    #[test]
+    fn clocks_are_told_apart() {
+        assert_eq!(hertz(25, 100_000_000), Some(250));
+        assert_eq!(hertz(26, 100_000_000), Some(250));
+        assert_eq!(hertz(29, 100_000_000), Some(300));
+        assert_eq!(hertz(10, 100_000_000), Some(100));
+        assert_eq!(hertz(100, 100_000_000), Some(1000));
+        assert_eq!(hertz(5000, 100_000_000), None);
+        assert_eq!(hertz(1, 0), None);
+    }
+
+    #[test]
+    fn settings_are_in_ticks() {
+        let settings = settings(&config(), [1, 2], 250);
+        assert_eq!((settings.ticks_per_second_256, settings.tcp_established), (4000, 1_350_000));
+        assert_eq!((settings.tcp_half_open, settings.tombstone), (469, 1172));
+        assert_eq!((settings.rejects_per_tick, settings.half_open_sets), (64, 8192));
+        assert!(settings.grace >= 3);
+    }
+}

@@ -1,0 +1,204 @@
+//! What `lbd check` says about the host, without changing it.
+
+use std::ffi::CString;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+
+use caps::{CapSet, Capability};
+
+use super::bpf;
+use super::loader::{Loader, Paths, VETH_MTU};
+use super::netlink::{Client, LinkDetails};
+use super::{DataplaneError, Mode, OBJECT, Problem, interfaces};
+use crate::config::{Config, XdpMode};
+
+const GET_TX_CHECKSUM: u32 = 0x16;
+const GET_GRO: u32 = 0x2b;
+const GET_FLAGS: u32 = 0x25;
+const FLAG_RX_VLAN: u32 = 1 << 8;
+const FLAG_LRO: u32 = 1 << 15;
+
+/// See [`super::preflight`].
+pub(super) fn preflight(config: &Config) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    for (capability, name, fatal, why) in [
+        (Capability::CAP_BPF, "CAP_BPF", true, "to load programs and maps"),
+        (Capability::CAP_NET_ADMIN, "CAP_NET_ADMIN", true, "to attach programs"),
+        (Capability::CAP_NET_RAW, "CAP_NET_RAW", true, "to announce addresses"),
+        (Capability::CAP_SYS_ADMIN, "CAP_SYS_ADMIN", false, "to name XDP programs of others and recognise left-overs"),
+    ] {
+        if !caps::has_cap(None, CapSet::Effective, capability).unwrap_or(false) {
+            problems.push(problem(
+                fatal,
+                name,
+                format!("missing, needed {why}: run as root or as the systemd unit does"),
+            ));
+        }
+    }
+    kernel(&mut problems);
+    let paths = Paths::new(&config.datapath.bpffs);
+    let bpffs = config.datapath.bpffs.display().to_string();
+    match bpf::is_bpffs(&paths.bpffs) {
+        Err(found) => {
+            let error = DataplaneError::NoBpffs { path: paths.bpffs.clone(), found };
+            problems.push(problem(true, &bpffs, error.to_string()));
+        }
+        Ok(()) => {
+            if let Err(error) = paths.check_abi() {
+                problems.push(problem(true, &bpffs, error.to_string()));
+            }
+        }
+    }
+    let mut loader = match Loader::new(config, OBJECT) {
+        Ok(loader) => Some(loader),
+        // Said above.
+        Err(DataplaneError::NoBpffs { .. } | DataplaneError::Abi { .. }) => None,
+        Err(error) => {
+            problems.push(problem(true, "datapath", error.to_string()));
+            None
+        }
+    };
+    let Ok(mut client) = Client::new() else {
+        problems.push(problem(true, "netlink", "cannot open a netlink socket".to_owned()));
+        return problems;
+    };
+    for interface in interfaces(config) {
+        let Ok(index) = nix::net::if_::if_nametoindex(interface.as_str()) else {
+            let error = DataplaneError::NoInterface { interface: interface.clone() };
+            problems.push(problem(true, &interface, error.to_string()));
+            continue;
+        };
+        match client.link(index) {
+            Ok(details) => {
+                nic(config, &interface, &details, &mut client, &mut problems);
+                // Who else is there is known only from the pins.
+                if let Some(Err(error)) = loader.as_mut().map(|loader| loader.check(&interface)) {
+                    problems.push(problem(true, &interface, error.to_string()));
+                }
+            }
+            Err(error) => problems.push(problem(true, &interface, format!("cannot ask for its state: {error}"))),
+        }
+    }
+    problems.sort();
+    problems.dedup();
+    problems
+}
+
+fn problem(fatal: bool, subject: &str, message: String) -> Problem {
+    Problem { fatal, subject: subject.to_owned(), message }
+}
+
+fn kernel(problems: &mut Vec<Problem>) {
+    let Ok(name) = nix::sys::utsname::uname() else { return };
+    let release = name.release().to_string_lossy().into_owned();
+    let mut parts =
+        release.split(|character: char| !character.is_ascii_digit()).map(|part| part.parse::<u32>().unwrap_or(0));
+    let version = (parts.next().unwrap_or(0), parts.next().unwrap_or(0));
+    for (since, fatal, what) in [
+        ((5, 9), true, "XDP attachments that survive the agent (bpf_link)"),
+        ((5, 12), true, "atomic instructions in BPF"),
+        ((5, 16), false, "neighbours that it keeps fresh itself: lbd looks after them every 30 s instead"),
+    ] {
+        if version < since {
+            let message = format!("is {release}; since {}.{} it has {what}", since.0, since.1);
+            problems.push(problem(fatal, "kernel", message));
+        }
+    }
+}
+
+fn nic(config: &Config, interface: &str, details: &LinkDetails, client: &mut Client, problems: &mut Vec<Problem>) {
+    let mut warn = |message: String| problems.push(problem(false, interface, message));
+    let generic =
+        config.datapath.mode == XdpMode::Generic || details.xdp.iter().any(|xdp| xdp.mode == Some(Mode::Generic));
+    if generic {
+        if ethtool(interface, GET_GRO).is_ok_and(|on| on != 0) {
+            warn(format!(
+                "generic mode with GRO on: merged packets cannot be forwarded; run `ethtool -K {interface} gro off`"
+            ));
+        }
+        if ethtool(interface, GET_FLAGS).is_ok_and(|flags| flags & FLAG_LRO != 0) {
+            warn(format!("LRO is on: merged packets cannot be forwarded; run `ethtool -K {interface} lro off`"));
+        }
+    }
+    let vlans =
+        config.tenants.iter().any(|tenant| tenant.segment.interface == interface && tenant.segment.vlan.is_some());
+    if vlans && ethtool(interface, GET_FLAGS).is_ok_and(|flags| flags & FLAG_RX_VLAN != 0) {
+        warn(format!("rx-vlan offload hides VLAN tags from XDP; run `ethtool -K {interface} rxvlan off`"));
+    }
+    if details.kind != "veth" {
+        return;
+    }
+    if details.mtu > VETH_MTU && !generic {
+        let message = format!(
+            "MTU {} is more than native XDP takes on a veth ({VETH_MTU}); run `ip link set dev {interface} mtu {VETH_MTU}` on both ends",
+            details.mtu
+        );
+        match config.datapath.mode {
+            XdpMode::Native => problems.push(problem(true, interface, message)),
+            XdpMode::Auto | XdpMode::Generic => {
+                problems.push(problem(false, interface, format!("{message}, else generic mode is used")))
+            }
+        }
+    }
+    let Some(peer) = details.peer.and_then(|peer| client.link(peer).ok()) else {
+        problems.push(problem(
+            false,
+            interface,
+            "is a veth whose peer is in another network namespace, out of sight: the peer needs `ethtool -K PEER tx off` (XDP \
+             forwards unfinished checksums as they are) and, to receive what lbd sends, an XDP program or `ethtool -K PEER gro on`"
+                .to_owned(),
+        ));
+        return;
+    };
+    let name = &peer.name;
+    if ethtool(name, GET_TX_CHECKSUM).is_ok_and(|on| on != 0) {
+        let message = format!(
+            "veth peer {name} leaves checksums unfinished, which XDP forwards as they are; run `ethtool -K {name} tx off`"
+        );
+        problems.push(problem(false, interface, message));
+    }
+    if peer.xdp.is_empty() && ethtool(name, GET_GRO).is_ok_and(|on| on == 0) {
+        let message = format!(
+            "veth peer {name} cannot receive what lbd sends: attach an XDP program to it, or run `ethtool -K {name} gro on`"
+        );
+        problems.push(problem(false, interface, message));
+    }
+}
+
+#[repr(C)]
+struct EthtoolValue {
+    command: u32,
+    data: u32,
+}
+
+#[repr(C)]
+struct InterfaceRequest {
+    name: [u8; 16],
+    data: *mut EthtoolValue,
+    pad: [u64; 2],
+}
+
+/// One number of the driver's (`ETHTOOL_G…`).
+fn ethtool(interface: &str, command: u32) -> io::Result<u32> {
+    const SIOCETHTOOL: libc::c_ulong = 0x8946;
+    let name = CString::new(interface).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
+    let bytes = name.as_bytes_with_nul();
+    if bytes.len() > 16 {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    let mut value = EthtoolValue { command, data: 0 };
+    let mut request = InterfaceRequest { name: [0; 16], data: &raw mut value, pad: [0; 2] };
+    request.name[..bytes.len()].copy_from_slice(bytes);
+    // SAFETY: takes no address.
+    let fd = unsafe { libc::socket(libc::AF_INET, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has just made this descriptor for us.
+    let socket = unsafe { OwnedFd::from_raw_fd(fd) };
+    // SAFETY: `request` is a whole `struct ifreq`, and its data points to the `struct ethtool_value` that these commands fill.
+    if unsafe { libc::ioctl(socket.as_raw_fd(), SIOCETHTOOL as _, &raw mut request) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(value.data)
+}

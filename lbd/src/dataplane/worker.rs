@@ -1,0 +1,349 @@
+//! The threads of the data plane: one follows netlink, one looks after addresses, one lets flows end.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::{self, Read, Write};
+use std::net::IpAddr;
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use tokio::sync::watch;
+
+use super::arp::{self, Heard};
+use super::bpf;
+use super::claims::{Action, Place};
+use super::engine::Engine;
+use super::loader::Loader;
+use super::netlink::{Client, Event, Events};
+use super::packet::{ArpSocket, wait};
+use super::resolver::Resolver;
+use crate::config::SegmentName;
+use crate::plan::model::{HostFacts, Notice};
+
+/// What the threads share with [`super::Dataplane`].
+pub(super) struct Shared {
+    pub(super) engine: Mutex<Engine>,
+    pub(super) loader: Mutex<Loader>,
+    pub(super) facts: watch::Sender<HostFacts>,
+    pub(super) taken: watch::Sender<BTreeSet<(SegmentName, IpAddr)>>,
+    pub(super) notices: watch::Sender<Vec<Notice>>,
+    stop: AtomicBool,
+}
+
+impl Shared {
+    pub(super) fn new(engine: Engine, loader: Loader) -> Self {
+        let facts = watch::Sender::new(engine.facts.clone());
+        Self {
+            engine: Mutex::new(engine),
+            loader: Mutex::new(loader),
+            facts,
+            taken: watch::Sender::default(),
+            notices: watch::Sender::default(),
+            stop: AtomicBool::new(false),
+        }
+    }
+
+    pub(super) fn engine(&self) -> MutexGuard<'_, Engine> {
+        self.engine.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn stopping(&self) -> bool {
+        self.stop.load(Ordering::Relaxed)
+    }
+}
+
+/// The running threads.
+pub(super) struct Workers {
+    shared: Arc<Shared>,
+    wakers: Vec<UnixStream>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Workers {
+    /// Starts them.
+    pub(super) fn start(shared: &Arc<Shared>, events: Events, client: Client) -> io::Result<Self> {
+        let mut workers = Self { shared: Arc::clone(shared), wakers: Vec::new(), threads: Vec::new() };
+        let (waker, woken) = pair()?;
+        let (waker2, woken2) = pair()?;
+        let (waker3, woken3) = pair()?;
+        let for_netlink = Arc::clone(shared);
+        let for_addresses = Arc::clone(shared);
+        let for_flows = Arc::clone(shared);
+        workers.wakers = vec![waker, waker2, waker3];
+        let spawn =
+            |name: &str, body: Box<dyn FnOnce() + Send>| std::thread::Builder::new().name(name.to_owned()).spawn(body);
+        workers.threads.push(spawn("lbd-netlink", Box::new(move || netlink(&for_netlink, events, client, woken)))?);
+        workers.threads.push(spawn("lbd-addresses", Box::new(move || addresses(&for_addresses, woken2)))?);
+        workers.threads.push(spawn("lbd-flows", Box::new(move || flows(&for_flows, woken3)))?);
+        Ok(workers)
+    }
+
+    /// There is something new to look at.
+    pub(super) fn wake(&mut self) {
+        for waker in &mut self.wakers {
+            // A full pipe wakes as well.
+            let _ = waker.write(&[0]);
+        }
+    }
+}
+
+impl Drop for Workers {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Relaxed);
+        self.wake();
+        for thread in self.threads.drain(..) {
+            if thread.join().is_err() {
+                tracing::error!("a thread of the data plane has panicked");
+            }
+        }
+    }
+}
+
+fn pair() -> io::Result<(UnixStream, UnixStream)> {
+    let (left, right) = UnixStream::pair()?;
+    left.set_nonblocking(true)?;
+    right.set_nonblocking(true)?;
+    Ok((left, right))
+}
+
+fn drain(mut woken: &UnixStream) {
+    let mut buffer = [0; 64];
+    while woken.read(&mut buffer).is_ok_and(|length| length == buffer.len()) {}
+}
+
+fn netlink(shared: &Shared, mut events: Events, mut client: Client, woken: UnixStream) {
+    let mut resolver = Resolver::default();
+    let mut attempts: BTreeMap<String, Instant> = BTreeMap::new();
+    while !shared.stopping() {
+        wait(&[events.fd(), woken.as_raw_fd()], Duration::from_millis(500));
+        drain(&woken);
+        let (mut ask_facts, mut ask_neighbours) = (false, false);
+        let heard = events.read().unwrap_or_else(|error| {
+            tracing::warn!("netlink events: {error}");
+            vec![Event::Lost]
+        });
+        for event in heard {
+            match event {
+                Event::Facts => ask_facts = true,
+                Event::Neighbour((ifindex, address), neighbour) => {
+                    shared.engine().neighbour(ifindex, address, Some(neighbour));
+                }
+                Event::NeighbourGone(ifindex, address) => {
+                    shared.engine().neighbour(ifindex, address, None);
+                    resolver.gone((ifindex, address));
+                }
+                Event::Lost => (ask_facts, ask_neighbours) = (true, true),
+            }
+        }
+        if ask_facts {
+            match client.facts() {
+                Ok(facts) => new_facts(shared, facts, &mut attempts),
+                Err(error) => tracing::warn!("cannot list interfaces: {error}"),
+            }
+        }
+        if ask_neighbours {
+            match client.neighbours() {
+                Ok(found) => {
+                    let mut engine = shared.engine();
+                    let gone: Vec<Place> =
+                        engine.neighbours.keys().filter(|place| !found.contains_key(place)).copied().collect();
+                    for (ifindex, address) in gone {
+                        engine.neighbour(ifindex, address, None);
+                    }
+                    for ((ifindex, address), neighbour) in found {
+                        engine.neighbour(ifindex, address, Some(neighbour));
+                    }
+                }
+                Err(error) => tracing::warn!("cannot list neighbours: {error}"),
+            }
+        }
+        let due = {
+            let engine = shared.engine();
+            resolver.due(&engine.to_resolve(), &engine.neighbours, Instant::now())
+        };
+        for (ifindex, address) in due {
+            if let Err(error) = client.resolve(ifindex, address) {
+                tracing::debug!("cannot have {address} resolved on interface {ifindex}: {error}");
+            }
+        }
+    }
+}
+
+fn new_facts(shared: &Shared, facts: HostFacts, attempts: &mut BTreeMap<String, Instant>) {
+    let mut engine = shared.engine();
+    if engine.facts == facts {
+        return;
+    }
+    engine.facts = facts.clone();
+    // An interface that was made anew has lost its program.
+    let lost: Vec<(String, u32)> = engine
+        .nics
+        .values()
+        .filter(|nic| facts.interfaces.get(&nic.interface).is_some_and(|interface| interface.index != nic.index))
+        .map(|nic| (nic.interface.clone(), nic.slot))
+        .collect();
+    for (interface, slot) in lost {
+        let now = Instant::now();
+        if attempts.get(&interface).is_some_and(|last| now.duration_since(*last) < Duration::from_secs(1)) {
+            continue;
+        }
+        attempts.insert(interface.clone(), now);
+        let mut loader = shared.loader.lock().unwrap_or_else(PoisonError::into_inner);
+        match loader.prepare(&interface, slot).and_then(|loaded| loader.attach(&loaded)) {
+            Ok(nic) => {
+                tracing::warn!("{interface} was made anew: attached again");
+                engine.nics.insert(interface, nic);
+            }
+            Err(error) => tracing::error!("{interface} was made anew: {error}"),
+        }
+    }
+    engine.refresh();
+    engine.claim_addresses(Instant::now());
+    drop(engine);
+    shared.facts.send_replace(facts);
+}
+
+fn addresses(shared: &Shared, woken: UnixStream) {
+    let mut sockets: BTreeMap<u32, ArpSocket> = BTreeMap::new();
+    let mut answered = BTreeSet::new();
+    let mut buffer = [0; 2048];
+    let mut timeout = Duration::ZERO;
+    while !shared.stopping() {
+        let mut descriptors: Vec<i32> = sockets.values().map(ArpSocket::fd).collect();
+        descriptors.push(woken.as_raw_fd());
+        wait(&descriptors, timeout);
+        drain(&woken);
+        let mut heard: Vec<(u32, Heard)> = Vec::new();
+        for socket in sockets.values() {
+            while let Some(frame) = socket.receive(&mut buffer) {
+                heard.extend(arp::parse(frame).map(|heard| (socket.ifindex(), heard)));
+            }
+        }
+        let now = Instant::now();
+        let mut engine = shared.engine();
+        let own: BTreeSet<[u8; 6]> = engine.facts.interfaces.values().map(|interface| interface.mac).collect();
+        let mut actions = Vec::new();
+        for (interface, heard) in heard {
+            if !own.contains(&heard.mac) {
+                actions.extend(engine.claims.heard(interface, &heard, now));
+            }
+        }
+        let up: BTreeMap<u32, [u8; 6]> = engine
+            .facts
+            .interfaces
+            .iter()
+            .filter(|(name, interface)| interface.up && engine.nics.contains_key(*name))
+            .map(|(_, interface)| (interface.index, interface.mac))
+            .collect();
+        actions.extend(engine.claims.due(now, |interface| up.contains_key(&interface)));
+        let ours = engine.claims.ours();
+        if ours != answered {
+            // Before the announcement: whoever believes it asks next.
+            engine.write_addresses();
+            answered = ours;
+        }
+        publish(shared, &engine);
+        timeout = engine.claims.next().map_or(Duration::from_millis(500), |next| {
+            next.saturating_duration_since(now).clamp(Duration::from_millis(10), Duration::from_millis(500))
+        });
+        drop(engine);
+
+        sockets.retain(|interface, _| up.contains_key(interface));
+        for &interface in up.keys() {
+            if let std::collections::btree_map::Entry::Vacant(entry) = sockets.entry(interface) {
+                match ArpSocket::new(interface) {
+                    Ok(socket) => {
+                        entry.insert(socket);
+                    }
+                    Err(error) => tracing::warn!("cannot announce addresses on interface {interface}: {error}"),
+                }
+            }
+        }
+        for action in actions {
+            let (interface, address) = match action {
+                Action::Probe(place) | Action::Announce(place) => place,
+            };
+            let (Some(socket), Some(&mac)) = (sockets.get(&interface), up.get(&interface)) else { continue };
+            let frames = match action {
+                Action::Probe(_) => vec![arp::probe(mac, address)],
+                Action::Announce(_) => arp::announcements(mac, address).to_vec(),
+            };
+            for frame in frames {
+                if let Err(error) = socket.send(&frame) {
+                    tracing::debug!("ARP for {address} on interface {interface}: {error}");
+                }
+            }
+        }
+    }
+}
+
+fn publish(shared: &Shared, engine: &Engine) {
+    let taken: BTreeSet<(SegmentName, IpAddr)> = engine
+        .claims
+        .taken()
+        .into_keys()
+        .filter_map(|place| Some((engine.whose(place)?.segment, IpAddr::V4(place.1))))
+        .collect();
+    let mut notices: Vec<Notice> = engine
+        .claims
+        .conflicts()
+        .into_iter()
+        .filter_map(|(place, mac)| {
+            let whose = engine.whose(place)?;
+            let mac = mac.map(|byte| format!("{byte:02x}")).join(":");
+            Some(Notice {
+                reason: "AddressConflict",
+                service: whose.service,
+                tenant: whose.tenant,
+                message: format!(
+                    "address {} on {} is also claimed by the station with MAC {mac}: stop that station; lbd looks again every 5 s",
+                    place.1, whose.segment.interface
+                ),
+            })
+        })
+        .collect();
+    notices.extend(engine.nics.values().filter_map(|nic| {
+        let message = nic.warning.clone()?;
+        Some(Notice { reason: "GenericMode", service: None, tenant: None, message })
+    }));
+    notices.sort();
+    shared.taken.send_if_modified(|old| replace(old, taken));
+    shared.notices.send_if_modified(|old| replace(old, notices));
+}
+
+fn replace<T: PartialEq>(old: &mut T, new: T) -> bool {
+    let changed = *old != new;
+    *old = new;
+    changed
+}
+
+fn flows(shared: &Shared, woken: UnixStream) {
+    /// Seconds in which the clock hand passes over all flows, at least.
+    const ROUND: u64 = 8;
+    let mut last = Instant::now();
+    while !shared.stopping() {
+        wait(&[woken.as_raw_fd()], Duration::from_secs(1));
+        drain(&woken);
+        let retired = shared.engine().take_retired();
+        if !retired.is_empty() {
+            bpf::barrier();
+            shared.engine().release(&retired);
+        }
+        if last.elapsed() < Duration::from_millis(900) {
+            continue;
+        }
+        last = Instant::now();
+        let reset = shared.engine().reset_again(last);
+        if reset != 0 {
+            tracing::info!("{reset} flows removed that were half-open when their target went away");
+        }
+        let Some(programs) = shared.engine().programs.clone() else { continue };
+        let result = programs.live_flows().and_then(|live| programs.age(live / ROUND + 1024));
+        if let Err(error) = result {
+            tracing::warn!("cannot let flows end: {error}");
+        }
+    }
+}
