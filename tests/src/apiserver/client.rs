@@ -40,7 +40,7 @@ impl Client {
     }
 
     fn path(kind: &str, namespace: &str, name: &str) -> Result<String> {
-        let Some(kind) = KINDS.iter().find(|known| known.kind == kind) else { bail!("unknown kind {kind}") };
+        let Some(kind) = KINDS.iter().find(|known| known.name == kind) else { bail!("unknown kind {kind}") };
         let base = if kind.api_version == "v1" { "/api/v1".to_owned() } else { format!("/apis/{}", kind.api_version) };
         let base =
             if kind.namespaced && !namespace.is_empty() { format!("{base}/namespaces/{namespace}") } else { base };

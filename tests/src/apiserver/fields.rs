@@ -162,6 +162,17 @@ pub(super) fn remove(value: &mut Value, path: &[String]) {
     }
 }
 
+/// Takes the marks off leaves.
+fn tidy(node: &mut Value) {
+    let Some(map) = node.as_object_mut() else { return };
+    if map.len() == 1 {
+        map.remove(".");
+    }
+    for inner in map.values_mut() {
+        tidy(inner);
+    }
+}
+
 fn to_fields(set: &Set) -> Value {
     let mut root = json!({});
     for path in set {
@@ -174,15 +185,6 @@ fn to_fields(set: &Set) -> Value {
         }
         // Marked for now; leaves lose the mark below.
         node["."] = json!({});
-    }
-    fn tidy(node: &mut Value) {
-        let Some(map) = node.as_object_mut() else { return };
-        if map.len() == 1 {
-            map.remove(".");
-        }
-        for inner in map.values_mut() {
-            tidy(inner);
-        }
     }
     tidy(&mut root);
     root

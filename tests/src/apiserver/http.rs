@@ -193,7 +193,9 @@ pub(super) async fn serve(shared: Arc<Shared>, request: Request<Incoming>) -> Op
     let response = match call {
         None => other(&parts.method, &path, parsed),
         Some(call) if call.verb == "watch" => watch(&shared, &call),
-        Some(call) => handle(&shared, &call, &content_type, &agent, parsed).unwrap_or_else(|error| refuse(&error)),
+        Some(call) => {
+            handle(&shared, &call, &content_type, &agent, parsed.as_ref()).unwrap_or_else(|error| refuse(&error))
+        }
     };
     shared.log_status(entry, response.status().as_u16());
     Some(response)
@@ -221,14 +223,14 @@ fn handle(
     call: &Call,
     content_type: &str,
     agent: &str,
-    body: Option<Value>,
+    body: Option<&Value>,
 ) -> Result<Response<Body>> {
     let query = |name: &str| call.query.get(name).map(String::as_str);
     let manager = query("fieldManager").filter(|name| !name.is_empty());
     let by_agent = agent.split('/').next().filter(|name| !name.is_empty()).unwrap_or("unknown");
     let updater = manager.unwrap_or(by_agent);
     let body = || {
-        body.clone()
+        body.cloned()
             .filter(|body| body.is_object() || body.is_array())
             .ok_or_else(|| ApiError::new(400, "BadRequest", "the body of the request is not JSON"))
     };
@@ -276,7 +278,7 @@ fn handle(
                     let message = "PatchOptions.meta.k8s.io \"\" is invalid: fieldManager: Required value: is required for apply patch";
                     return Err(ApiError::new(422, "Invalid", message));
                 };
-                if config["kind"] != kind.kind || config["apiVersion"] != kind.api_version {
+                if config["kind"] != kind.name || config["apiVersion"] != kind.api_version {
                     return Err(ApiError::new(
                         400,
                         "BadRequest",
@@ -358,10 +360,10 @@ fn list(shared: &Arc<Shared>, call: &Call) -> Result<Response<Body>> {
     if !token.is_empty() {
         metadata["continue"] = json!(token);
     }
-    let items = items.iter().map(|object| object.to_string()).collect::<Vec<_>>().join(",");
+    let items = items.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
     let text = format!(
         r#"{{"kind":"{}List","apiVersion":"{}","metadata":{metadata},"items":[{items}]}}"#,
-        kind.kind, kind.api_version
+        kind.name, kind.api_version
     );
     let mut response = Response::new(full(text));
     response.headers_mut().insert(header::CONTENT_TYPE, header::HeaderValue::from_static("application/json"));
@@ -374,7 +376,7 @@ fn line(kind: &str, object: &Value) -> Bytes {
 
 fn bookmark(kind: usize, version: u64, initial: bool) -> Bytes {
     let kind = &KINDS[kind];
-    let mut object = json!({"kind": kind.kind, "apiVersion": kind.api_version, "metadata": {"resourceVersion": version.to_string()}});
+    let mut object = json!({"kind": kind.name, "apiVersion": kind.api_version, "metadata": {"resourceVersion": version.to_string()}});
     if initial {
         object["metadata"]["annotations"] = json!({"k8s.io/initial-events-end": "true"});
     }

@@ -302,7 +302,7 @@ impl Handle {
     /// Creates an object without a request; its namespace too, if that is missing.
     pub fn create(&self, object: &Value) -> Result<Value> {
         let text = |pointer: &str| object.pointer(pointer).and_then(Value::as_str).unwrap_or_default().to_owned();
-        let kind = KINDS.iter().position(|kind| kind.kind == text("/kind")).context("unknown kind")?;
+        let kind = KINDS.iter().position(|kind| kind.name == text("/kind")).context("unknown kind")?;
         let target =
             Target { kind, namespace: text("/metadata/namespace"), name: text("/metadata/name"), status: false };
         let mut store = self.shared.store();

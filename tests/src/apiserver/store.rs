@@ -17,7 +17,7 @@ const LOG_LENGTH: usize = 200_000;
 #[derive(Debug)]
 pub(super) struct Kind {
     pub(super) plural: &'static str,
-    pub(super) kind: &'static str,
+    pub(super) name: &'static str,
     pub(super) api_version: &'static str,
     pub(super) namespaced: bool,
     pub(super) has_status: bool,
@@ -25,12 +25,12 @@ pub(super) struct Kind {
 
 const fn kind(
     plural: &'static str,
-    kind: &'static str,
+    name: &'static str,
     api_version: &'static str,
     namespaced: bool,
     has_status: bool,
 ) -> Kind {
-    Kind { plural, kind, api_version, namespaced, has_status }
+    Kind { plural, name, api_version, namespaced, has_status }
 }
 
 /// Everything that is served.
@@ -124,6 +124,7 @@ pub(super) struct Store {
     objects: Vec<BTreeMap<Key, Arc<Value>>>,
     log: VecDeque<Change>,
     node_ports: BTreeMap<(String, u16), Key>,
+    ports_of: BTreeMap<Key, BTreeSet<(String, u16)>>,
     node_port_range: (u16, u16),
     cluster_ips: u32,
 }
@@ -160,6 +161,7 @@ impl Store {
             objects: KINDS.iter().map(|_| BTreeMap::new()).collect(),
             log: VecDeque::new(),
             node_ports: BTreeMap::new(),
+            ports_of: BTreeMap::new(),
             node_port_range: (30000, 32767),
             cluster_ips: 0,
         };
@@ -211,7 +213,9 @@ impl Store {
         let object = Arc::new(object);
         if verb == "DELETED" {
             self.objects[target.kind].remove(&target.key());
-            self.free_ports(&target.key());
+            if target.kind().name == "Service" {
+                self.free_ports(&target.key());
+            }
         } else {
             self.objects[target.kind].insert(target.key(), Arc::clone(&object));
         }
@@ -220,7 +224,9 @@ impl Store {
     }
 
     fn free_ports(&mut self, key: &Key) {
-        self.node_ports.retain(|_, owner| owner != key);
+        for port in self.ports_of.remove(key).unwrap_or_default() {
+            self.node_ports.remove(&port);
+        }
     }
 
     pub(super) fn create(&mut self, target: &Target, object: Value, manager: &str) -> Result<Arc<Value>> {
@@ -243,8 +249,8 @@ impl Store {
             return Err(ApiError::new(404, "NotFound", format!("namespaces \"{}\" not found", target.namespace)));
         }
         object["apiVersion"] = json!(kind.api_version);
-        object["kind"] = json!(kind.kind);
-        if let Some(map) = object.as_object_mut().filter(|_| kind.kind == "Service") {
+        object["kind"] = json!(kind.name);
+        if let Some(map) = object.as_object_mut().filter(|_| kind.name == "Service") {
             map.remove("status");
         }
         let time = now();
@@ -264,7 +270,7 @@ impl Store {
         let mut managers = managers.unwrap_or_default();
         if let Some(name) = manager {
             let manager = Manager { name: name.to_owned(), apply: false, status: false };
-            managers.updated(kind.kind, &manager, &json!({}), &object, &time);
+            managers.updated(kind.name, &manager, &json!({}), &object, &time);
         }
         managers.store(&mut object, kind.api_version);
         Ok(self.put(target, "ADDED", object))
@@ -284,7 +290,7 @@ impl Store {
         self.prepare(target, &mut new, Some(&old))?;
         let mut managers = Managers::of(&old);
         let manager = Manager { name: manager.to_owned(), apply: false, status: target.status };
-        managers.updated(target.kind().kind, &manager, &old, &new, &now());
+        managers.updated(target.kind().name, &manager, &old, &new, &now());
         Ok(self.finish(target, &old, new, &managers))
     }
 
@@ -307,7 +313,7 @@ impl Store {
             }
             Err(_) => {
                 let (object, managers) =
-                    fields::apply(kind.kind, &json!({}), &config, &manager, true, &now()).unwrap_or_default();
+                    fields::apply(kind.name, &json!({}), &config, &manager, true, &now()).unwrap_or_default();
                 return self.create_by(target, object, None, Some(managers));
             }
         };
@@ -319,7 +325,7 @@ impl Store {
                 map.remove("status");
             }
         }
-        let applied = fields::apply(kind.kind, &old, &config, &manager, force, &now());
+        let applied = fields::apply(kind.name, &old, &config, &manager, force, &now());
         let (mut new, managers) = applied.map_err(|conflicts| {
             let count = conflicts.len();
             let names: BTreeSet<_> = conflicts.iter().map(|conflict| conflict.manager.name.clone()).collect();
@@ -384,7 +390,7 @@ impl Store {
             }
         }
         new["apiVersion"] = json!(kind.api_version);
-        new["kind"] = json!(kind.kind);
+        new["kind"] = json!(kind.name);
         for name in ["name", "namespace", "uid", "creationTimestamp", "deletionTimestamp"] {
             match old["metadata"].get(name) {
                 Some(value) => new["metadata"][name] = value.clone(),
@@ -440,13 +446,14 @@ impl Store {
 
     /// Defaults, allocation and validation.
     fn prepare(&mut self, target: &Target, object: &mut Value, old: Option<&Value>) -> Result<()> {
-        if target.kind().kind == "Service" {
+        if target.kind().name == "Service" {
             let ports = self.prepare_service(target, object, old)?;
             // Only now, when nothing can fail any more.
             self.free_ports(&target.key());
-            for port in ports {
-                self.node_ports.insert(port, target.key());
+            for port in &ports {
+                self.node_ports.insert(port.clone(), target.key());
             }
+            self.ports_of.insert(target.key(), ports);
         }
         Ok(())
     }
