@@ -14,14 +14,18 @@ use crate::{
 /// Debian's clippy, of the same version as the compiler of route (b).
 const DEBIAN_CLIPPY: &str = "/usr/bin/clippy-driver";
 
-/// All of it; the first failure ends it.
+/// All of it; what fails does not keep the rest from running.
 pub(crate) fn all(consent: Consent) -> Result<()> {
-    run(cargo().args(["fmt", "--all", "--check"]))?;
-    run(cargo().args(["clippy", "--workspace", "--all-targets", "--", "-Dwarnings"]))?;
-    bpf(consent)?;
-    run(cargo()
-        .args(["doc", "--workspace", "--exclude", "lbd-ebpf", "--no-deps", "--document-private-items"])
-        .env("RUSTDOCFLAGS", "-Dwarnings"))
+    let results = [
+        run(cargo().args(["fmt", "--all", "--check"])),
+        run(cargo().args(["clippy", "--workspace", "--all-targets", "--keep-going", "--", "-Dwarnings"])),
+        bpf(consent),
+        run(cargo()
+            .args(["doc", "--workspace", "--exclude", "lbd-ebpf", "--no-deps", "--document-private-items"])
+            .env("RUSTDOCFLAGS", "-Dwarnings")),
+    ];
+    let failures: Vec<_> = results.into_iter().filter_map(Result::err).map(|error| error.to_string()).collect();
+    if failures.is_empty() { Ok(()) } else { bail!("{}", failures.join("\n")) }
 }
 
 /// The programs on their own target: on the host they are an empty program.

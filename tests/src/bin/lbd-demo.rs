@@ -46,8 +46,7 @@ fn counts(counts: &BTreeMap<String, u64>) -> String {
 
 fn demo() -> Result<()> {
     println!(
-        "\
-   client .150, far client 172.20.0.9 ┐                                  ┌ nodes n5 … n8  10.32.96.105 … .108
+        "   client .150, far client 172.20.0.9 ┐                                  ┌ nodes n5 … n8  10.32.96.105 … .108
       workers w1, w2  .101, .102      ┤ 192.168.203.0/24    10.32.96.0/20 ┤
                                       └─── eth1 .2 [ lbd ] eth0 .50 ─────┘ Kubernetes API  10.32.96.10"
     );

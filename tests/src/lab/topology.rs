@@ -112,8 +112,7 @@ impl Seed {
     pub fn file_configuration() -> String {
         Self::configuration_of(
             "",
-            "\
-      - name: api-lb
+            "      - name: api-lb
         vip: 192.168.203.110
         ports: [{ port: 6443, target: 30918 }]
         backends: [10.32.96.105, 10.32.96.106, 10.32.96.107, 10.32.96.108]
@@ -129,8 +128,7 @@ impl Seed {
     pub fn kubernetes_configuration(kubeconfig: &std::path::Path) -> String {
         Self::configuration_of(
             &format!("    kubernetes: {{ kubeconfig: {} }}\n", kubeconfig.display()),
-            "\
-      - name: ingress-shared-lb
+            "      - name: ingress-shared-lb
         service: openshift-ingress/router-nodeport-tenant-a
         vip: 192.168.203.111
         ports: [443, 80]",
