@@ -27,6 +27,7 @@ pub const TICKS_PER_SECOND: u32 = 62;
 /// A loaded object with two NICs: tenant (ifindex 2) and hub (ifindex 3), each with its own load over shared maps.
 pub struct Datapath {
     nics: Vec<Ebpf>,
+    pins: tempfile::TempDir,
 }
 
 /// What came out of a run.
@@ -82,13 +83,24 @@ impl Datapath {
             std::mem::forget(stages);
             nics.push(ebpf);
         }
-        Ok(Self { nics })
+        Ok(Self { nics, pins })
     }
 
     /// Runs a frame through the program at a NIC.
     pub fn run(&self, nic: usize, frame: &[u8]) -> Result<Outcome> {
         let edge: &Xdp = self.nics[nic].program(names::PROGRAM).context("lbd_edge")?.try_into()?;
         run_program(edge, frame)
+    }
+
+    /// The program at a NIC, for a program array.
+    pub fn edge(&self, nic: usize) -> Result<aya::programs::ProgramFd> {
+        let edge: &Xdp = self.nics[nic].program(names::PROGRAM).context("lbd_edge")?.try_into()?;
+        Ok(edge.fd()?.try_clone()?)
+    }
+
+    /// Where a shared map is pinned.
+    pub fn pinned(&self, name: &str) -> std::path::PathBuf {
+        self.pins.path().join(name)
     }
 
     /// Runs the control program.

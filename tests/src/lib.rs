@@ -1,5 +1,6 @@
 //! What lbd's end-to-end suites, its demo and its benchmarks share.
 
 pub mod apiserver;
+pub mod bench;
 pub mod datapath;
 pub mod lab;

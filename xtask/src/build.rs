@@ -18,27 +18,29 @@ use crate::{
 /// The BPF target; the maps' ABI is little-endian.
 pub(crate) const TARGET: &str = "bpfel-unknown-none";
 
-/// Builds the BPF object into `target/bpf/lbd-bpf` and returns its path.
+/// Builds the BPF objects into `target/bpf` and returns the path of the datapath's, `lbd-bpf`. Beside it lies `lbd-driver`, which the
+/// datapath benchmark drives it with.
 pub(crate) fn bpf(consent: Consent) -> Result<PathBuf> {
-    object(consent, "lbd-bpf", &[])
+    object(consent, "lbd-driver", "lbd-driver", &[])?;
+    object(consent, "lbd-bpf", "lbd-bpf", &[])
 }
 
 /// Builds `target/debug/lbd-other-build`: the same `lbd` with differently optimised programs, as an upgrade would bring them. To be
 /// built before the others, whose files it uses on the way.
 pub(crate) fn other(consent: Consent) -> Result<()> {
-    let object = object(consent, "lbd-bpf-other", &["--config", "profile.release.package.lbd-ebpf.opt-level=2"])?;
+    let object = object(consent, "lbd-bpf", "lbd-bpf-other", &["--config", "profile.release.package.lbd-ebpf.opt-level=2"])?;
     run(cargo().args(["build", "--package", "lbd"]).env("LBD_BPF_OBJECT", object))?;
     let built = crate::target().join("debug");
     fs::copy(built.join("lbd"), built.join("lbd-other-build")).context("cannot copy the other build of lbd")?;
     Ok(())
 }
 
-fn object(consent: Consent, name: &str, options: &[&str]) -> Result<PathBuf> {
+fn object(consent: Consent, binary: &str, name: &str, options: &[&str]) -> Result<PathBuf> {
     let toolchain = toolchain::ensure(consent)?;
     eprintln!("BPF object: {}", toolchain.route);
     let scratch = crate::target().join("bpf-build");
-    run(bpf_cargo(&toolchain, "build", &scratch).arg("--release").args(["--bin", "lbd-bpf"]).args(options))?;
-    let built = scratch.join(TARGET).join("release/lbd-bpf");
+    run(bpf_cargo(&toolchain, "build", &scratch).arg("--release").args(["--bin", binary]).args(options))?;
+    let built = scratch.join(TARGET).join("release").join(binary);
     let object = fs::read(&built).with_context(|| format!("cannot read {}", built.display()))?;
     refuse_panics(&object).with_context(|| format!("the BPF object {} would not load", built.display()))?;
     let place = crate::target().join("bpf").join(name);
