@@ -463,7 +463,8 @@ pub fn detach(bpffs: &Path) -> Result<Detached, DataplaneError> {
 
 /// The host's interfaces now; needs no privileges.
 pub fn host_facts() -> Result<HostFacts, DataplaneError> {
-    Ok(HostFacts::default())
+    let read = netlink::Client::new().and_then(|mut client| client.facts());
+    read.map_err(DataplaneError::system("read the interfaces by netlink"))
 }
 
 /// Looks at the host without changing it: capabilities, BPF file system, interfaces, offloads, MTU.
