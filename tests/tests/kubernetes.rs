@@ -10,7 +10,7 @@ use anyhow::{Context, Result, bail};
 use lbd::config;
 use lbd::plan::model::Notice;
 use lbd::source::events::EventWriter;
-use lbd::source::kubernetes::{KubernetesSource, Options, Snapshot, Timing};
+use lbd::source::kubernetes::{KubernetesSource, Options, Snapshot, Timing, check};
 use lbd::source::status::{DesiredStatus, Pace, StatusWriter};
 use lbd::source::{Condition, Inventory, ObjectName, PROGRAMMED};
 use lbd_tests::apiserver::{self, Action, Cluster, node, service};
@@ -381,14 +381,31 @@ async fn b04_a_restored_inventory_is_shown_until_a_complete_one_has_come() -> Re
 async fn b42_without_the_right_to_see_slices_everything_else_works() -> Result<()> {
     let cluster = Cluster::test(apiserver::Options::default()).await?;
     let server = cluster.server()?;
-    server.fault("list", "/endpointslices", u32::MAX, Action::status(403, "Forbidden"));
+    server.deny("list endpointslices", true);
     let mut seen = Seen::start_with(&cluster, Options { timing: quick(), ..Options::default() }).await?;
     let snapshot = seen.until("live", |snapshot| snapshot.live && snapshot.last_error.is_some()).await?;
     assert!(snapshot.inventory.complete && !snapshot.connected);
     let error = snapshot.last_error.unwrap_or_default();
     assert!(error.contains("list endpointslices.discovery.k8s.io") && error.contains("403"), "{error}");
-    server.clear_faults();
+    server.deny("list endpointslices", false);
     seen.until("connected", |snapshot| snapshot.connected && snapshot.last_error.is_none()).await?;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn b42_missing_rights_are_named_by_a_check() -> Result<()> {
+    let cluster = Cluster::test(apiserver::Options::default()).await?;
+    let settings = config::Kubernetes { kubeconfig: cluster.kubeconfig().into(), allow_insecure: false };
+    assert_eq!(check(&settings).await?, []);
+    let server = cluster.server()?;
+    server.deny("watch nodes", true);
+    server.deny("patch services/status", true);
+    let findings = check(&settings).await?;
+    assert_eq!(findings.iter().map(|finding| finding.fatal).collect::<Vec<_>>(), [true, false]);
+    assert!(findings[0].message.contains("may not watch nodes"), "{}", findings[0].message);
+    assert!(findings[1].message.contains("may not patch services/status"), "{}", findings[1].message);
+    server.fault("other", "/apis", 1, Action::Close);
+    assert_eq!(check(&settings).await?.len(), 1);
     Ok(())
 }
 
@@ -787,7 +804,7 @@ async fn b42_a_forbidden_status_is_told_and_recovers() -> Result<()> {
     let mut seen = Seen::start(&cluster).await?;
     let writer = seen.writer();
     let server = cluster.server()?;
-    server.fault("patch", "/status", u32::MAX, Action::status(403, "Forbidden"));
+    server.deny("patch services/status", true);
     let uid = seen.until_service(&name).await?.uid;
     writer.set(BTreeMap::from([(name.clone(), wanted(&uid, "192.168.203.110"))]));
     let mut notices = writer.notices();
@@ -796,7 +813,7 @@ async fn b42_a_forbidden_status_is_told_and_recovers() -> Result<()> {
     assert!(told[0].message.contains("services/status"), "{}", told[0].message);
     tokio::time::sleep(Duration::from_millis(500)).await;
     assert!(writer.writes() < 10, "a hot loop: {} writes", writer.writes());
-    server.clear_faults();
+    server.deny("patch services/status", false);
     until_ingress(&cluster, &name, &["192.168.203.110"]).await?;
     tokio::time::timeout(LIMIT, notices.wait_for(Vec::is_empty)).await??;
     Ok(())

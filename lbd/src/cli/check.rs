@@ -6,6 +6,7 @@ use std::path::Path;
 use super::{DONE, FAILED, USAGE, complain, say};
 use crate::config::{self, Severity};
 use crate::dataplane::{self, Problem};
+use crate::source::kubernetes;
 
 /// Validates file and host, changes nothing.
 pub(super) fn run(path: &Path) -> u8 {
@@ -18,7 +19,10 @@ pub(super) fn run(path: &Path) -> u8 {
         Err(error) => return complain(&error.to_string(), FAILED),
     };
     let misfits = config::check_host(&config, &facts);
-    let problems = dataplane::preflight(&config);
+    let mut problems = dataplane::preflight(&config);
+    if let Some(settings) = &config.hub.kubernetes {
+        problems.extend(cluster(settings));
+    }
     let memory = dataplane::map_memory(&config, possible_cpus());
     let printed = say(&report(path, &misfits, &problems, &memory));
     if printed != DONE {
@@ -29,6 +33,20 @@ pub(super) fn run(path: &Path) -> u8 {
         FAILED
     } else {
         DONE
+    }
+}
+
+/// What the hub's cluster thinks of us.
+fn cluster(settings: &config::Kubernetes) -> Vec<Problem> {
+    let subject = settings.kubeconfig.display().to_string();
+    let problem = |fatal, message| Problem { fatal, subject: subject.clone(), message };
+    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => return vec![problem(true, format!("no runtime to ask the cluster with: {error}"))],
+    };
+    match runtime.block_on(kubernetes::check(settings)) {
+        Ok(findings) => findings.into_iter().map(|finding| problem(finding.fatal, finding.message)).collect(),
+        Err(error) => vec![problem(true, error.to_string())],
     }
 }
 

@@ -154,10 +154,15 @@ impl Worker {
                     told.retry = RETRY_FIRST;
                 }
                 Err(error) => {
-                    tracing::debug!(service = %key.0, reason = key.1, "Event not written: {error}");
+                    let text = error.as_ref().map_or_else(|| format!("no answer within {REQUEST_TIMEOUT:?}"), describe);
+                    tracing::debug!(service = %key.0, reason = key.1, "Event not written: {text}");
                     told.due = now + told.retry;
                     told.at = None;
                     told.retry = (told.retry * 2).min(RETRY_LAST);
+                    if !matches!(error, Some(kube::Error::Api(_))) {
+                        // Nobody there: the others would only wait as long each.
+                        return Some(told.due);
+                    }
                 }
             }
             next = Some(next.map_or(told.due, |next: Instant| next.min(told.due)));
@@ -196,14 +201,15 @@ fn event(name: &ObjectName, reason: &str, uid: &str, message: &str, first: i64, 
     })
 }
 
-async fn send(access: &Access, name: &ObjectName, event: &Value) -> Result<(), String> {
+/// `None` is no answer in time.
+async fn send(access: &Access, name: &ObjectName, event: &Value) -> Result<(), Option<kube::Error>> {
     let api: Api<v1::Event> = Api::namespaced(access.client(), &name.namespace);
     let event_name = event["metadata"]["name"].as_str().unwrap_or_default();
     let parameters = PatchParams::apply(MANAGER).force();
     match tokio::time::timeout(REQUEST_TIMEOUT, api.patch(event_name, &parameters, &Patch::Apply(event))).await {
         Ok(Ok(_)) => Ok(()),
-        Ok(Err(error)) => Err(describe(&error)),
-        Err(_) => Err(format!("no answer within {REQUEST_TIMEOUT:?}")),
+        Ok(Err(error)) => Err(Some(error)),
+        Err(_) => Err(None),
     }
 }
 

@@ -11,11 +11,11 @@ use http_body_util::combinators::BoxBody;
 use http_body_util::{BodyExt, Full, StreamBody};
 use hyper::body::{Bytes, Frame, Incoming};
 use serde_json::{Value, json};
-use tokio::sync::mpsc;
+use tokio::sync::{broadcast, mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 
 use super::store::{ApiError, KINDS, Result, Target};
-use super::{Action, Entry, Shared, patch};
+use super::{Action, Control, Entry, Shared, patch};
 
 pub(super) type Body = BoxBody<Bytes, std::io::Error>;
 
@@ -190,9 +190,20 @@ pub(super) async fn serve(shared: Arc<Shared>, request: Request<Incoming>) -> Op
             }
         }
     }
+    let denied = call.as_ref().is_some_and(|call| {
+        shared.denies(call.verb, KINDS[call.target.kind].plural, if call.target.status { "status" } else { "" })
+    });
     let response = match call {
-        None => other(&parts.method, &path, parsed),
-        Some(call) if call.verb == "watch" => watch(&shared, &call),
+        Some(call) if denied => {
+            let kind = &KINDS[call.target.kind];
+            let message = format!(
+                "{} is forbidden: User \"test\" cannot {} resource \"{}\"",
+                kind.plural, call.verb, kind.plural
+            );
+            refuse(&ApiError::new(403, "Forbidden", message))
+        }
+        None => other(&shared, &parts.method, &path, parsed),
+        Some(call) if call.verb == "watch" => start_watch(&shared, &call),
         Some(call) => {
             handle(&shared, &call, &content_type, &agent, parsed.as_ref()).unwrap_or_else(|error| refuse(&error))
         }
@@ -201,7 +212,7 @@ pub(super) async fn serve(shared: Arc<Shared>, request: Request<Incoming>) -> Op
     Some(response)
 }
 
-fn other(method: &Method, path: &str, body: Option<Value>) -> Response<Body> {
+fn other(shared: &Shared, method: &Method, path: &str, body: Option<Value>) -> Response<Body> {
     match (method, path) {
         (&Method::GET, "/healthz" | "/readyz" | "/livez") => Response::new(full("ok")),
         (&Method::GET, "/version") => answer(
@@ -211,7 +222,10 @@ fn other(method: &Method, path: &str, body: Option<Value>) -> Response<Body> {
         ),
         (&Method::POST, "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews") => {
             let mut review = body.unwrap_or_default();
-            review["status"] = json!({"allowed": true});
+            let attributes = review["spec"]["resourceAttributes"].clone();
+            let text = |name: &str| attributes[name].as_str().unwrap_or_default();
+            let denied = shared.denies(text("verb"), text("resource"), text("subresource"));
+            review["status"] = json!({"allowed": !denied});
             answer(201, &review)
         }
         _ => refuse(&ApiError::new(404, "NotFound", "the server could not find the requested resource")),
@@ -387,7 +401,7 @@ fn too_old(from: u64, compacted: u64) -> ApiError {
     ApiError::new(410, "Expired", format!("too old resource version: {from} ({compacted})"))
 }
 
-fn watch(shared: &Arc<Shared>, call: &Call) -> Response<Body> {
+fn start_watch(shared: &Arc<Shared>, call: &Call) -> Response<Body> {
     let from = call.query.get("resourceVersion").and_then(|text| text.parse::<u64>().ok()).unwrap_or(0);
     let initial = call.query.get("sendInitialEvents").map(String::as_str) == Some("true");
     let (gone, compacted) = {
@@ -405,6 +419,10 @@ fn watch(shared: &Arc<Shared>, call: &Call) -> Response<Body> {
         bookmarks: call.query.get("allowWatchBookmarks").map(String::as_str) == Some("true"),
         limit: Duration::from_secs(call.query.get("timeoutSeconds").and_then(|text| text.parse().ok()).unwrap_or(1800)),
         lines,
+        // Before the answer: what happens once the client has it must not be missed.
+        versions: shared.versions.subscribe(),
+        control: shared.control.subscribe(),
+        injected: shared.injected.subscribe(),
     };
     tokio::spawn(async move {
         let _ = if gone {
@@ -426,6 +444,9 @@ struct Watch {
     bookmarks: bool,
     limit: Duration,
     lines: mpsc::Sender<std::io::Result<Bytes>>,
+    versions: watch::Receiver<u64>,
+    control: watch::Receiver<Control>,
+    injected: broadcast::Receiver<(Option<usize>, String)>,
 }
 
 /// The reader has gone.
@@ -436,11 +457,8 @@ impl Watch {
         self.lines.send(Ok(line)).await.map_err(|_| Left)
     }
 
-    async fn run(self, from: u64, initial: bool) -> std::result::Result<(), Left> {
-        let mut versions = self.shared.versions.subscribe();
-        let mut control = self.shared.control.subscribe();
-        let mut injected = self.shared.injected.subscribe();
-        let epoch = control.borrow_and_update().epoch;
+    async fn run(mut self, from: u64, initial: bool) -> std::result::Result<(), Left> {
+        let epoch = self.control.borrow_and_update().epoch;
         let mut sent = from;
         if initial {
             let (objects, version) = {
@@ -462,11 +480,11 @@ impl Watch {
         let end = tokio::time::sleep(self.limit);
         tokio::pin!(end);
         loop {
-            let settings = control.borrow_and_update().clone();
+            let settings = self.control.borrow_and_update().clone();
             if settings.epoch != epoch {
                 return Ok(());
             }
-            versions.borrow_and_update();
+            self.versions.borrow_and_update();
             if !settings.stalled {
                 let (changes, version) = {
                     let store = self.shared.store();
@@ -485,9 +503,9 @@ impl Watch {
                 sent = version;
             }
             tokio::select! {
-                changed = versions.changed() => if changed.is_err() { return Ok(()) },
-                changed = control.changed() => if changed.is_err() { return Ok(()) },
-                raw = injected.recv() => if let Ok((kind, raw)) = raw
+                changed = self.versions.changed() => if changed.is_err() { return Ok(()) },
+                changed = self.control.changed() => if changed.is_err() { return Ok(()) },
+                raw = self.injected.recv() => if let Ok((kind, raw)) = raw
                     && kind.is_none_or(|kind| kind == self.kind)
                 {
                     self.send(Bytes::from(raw)).await?;

@@ -2,7 +2,7 @@
 //!
 //! It keeps Services, Nodes, Namespaces, EndpointSlices, ConfigMaps, Leases, Events and Secrets in memory; lists them in
 //! pages, watches with versions and bookmarks, patches in all ways with field ownership, allocates NodePorts. Faults can
-//! be ordered. What it does not do: admission, authorization beyond one token, garbage collection, conversion.
+//! be ordered. What it does not do: admission, authorization beyond one token and rights taken away, garbage collection, conversion.
 
 mod client;
 mod cluster;
@@ -12,6 +12,7 @@ mod patch;
 mod store;
 mod tls;
 
+use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -124,6 +125,7 @@ struct Shared {
     log: Mutex<Vec<Entry>>,
     faults: Mutex<Vec<Fault>>,
     token: Mutex<Option<String>>,
+    denied: Mutex<BTreeSet<String>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -146,6 +148,11 @@ impl Shared {
 
     fn token(&self) -> Option<String> {
         lock(&self.token).clone()
+    }
+
+    fn denies(&self, verb: &str, plural: &str, subresource: &str) -> bool {
+        let slash = if subresource.is_empty() { "" } else { "/" };
+        lock(&self.denied).contains(&format!("{verb} {plural}{slash}{subresource}"))
     }
 
     fn log(&self, entry: Entry) -> usize {
@@ -208,6 +215,7 @@ pub async fn start(options: Options) -> Result<Handle> {
         log: Mutex::default(),
         faults: Mutex::default(),
         token: Mutex::new(options.token),
+        denied: Mutex::default(),
     });
     let mut handle = Handle { shared, address, identity, running: None };
     handle.accept(listener);
@@ -381,6 +389,16 @@ impl Handle {
     /// Asks for another token from now on.
     pub fn set_token(&self, token: Option<&str>) {
         *lock(&self.shared.token) = token.map(str::to_owned);
+    }
+
+    /// Takes a right away, such as `patch services/status`, or gives it back.
+    pub fn deny(&self, right: &str, denied: bool) {
+        let mut rights = lock(&self.shared.denied);
+        if denied {
+            rights.insert(right.to_owned());
+        } else {
+            rights.remove(right);
+        }
     }
 
     /// Widens the range of NodePorts.

@@ -155,10 +155,10 @@ pub(super) fn namespace(object: v1::Namespace) -> Option<(String, Namespace)> {
     Some((name, Namespace { uid, labels: object.metadata.labels.unwrap_or_default() }))
 }
 
-/// An EndpointSlice. `None` if it has no name or belongs to no Service.
+/// An EndpointSlice. `None` if it has no name; the Service of one that belongs to none has no name.
 pub(super) fn slice(mut object: EndpointSlice) -> Option<(ObjectName, Slice)> {
     let name = object_name(&mut object.metadata)?;
-    let service = object.metadata.labels.and_then(|mut labels| labels.remove(SERVICE_NAME_LABEL))?;
+    let service = object.metadata.labels.and_then(|mut labels| labels.remove(SERVICE_NAME_LABEL)).unwrap_or_default();
     let service = ObjectName { namespace: name.namespace.clone(), name: service };
     let mut endpoints = Vec::new();
     if matches!(object.address_type.as_str(), "IPv4" | "IPv6") {

@@ -345,7 +345,6 @@ impl Follower {
                     if let Some(next) = object.resource_version() {
                         version = next;
                     }
-                    // A slice that lost its label converts to nothing; the next list finds it gone.
                     object.convert(&annotations).map(Update::Gone)
                 }
                 Ok(Some(Ok(WatchEvent::Error(status)))) if status.code == 410 => return End::Relist,

@@ -2,6 +2,7 @@
 
 mod access;
 mod assemble;
+mod check;
 mod convert;
 mod follow;
 
@@ -17,6 +18,7 @@ use tokio::task::JoinSet;
 pub(crate) use access::lock;
 pub use access::{Access, SourceError};
 use assemble::Assembler;
+pub use check::{Finding, check};
 pub(crate) use follow::describe;
 use follow::{Follower, Kind, Update};
 
