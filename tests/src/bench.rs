@@ -88,12 +88,7 @@ pub fn datapath() -> Result<Report> {
             unit = unit.min(base);
             let ns = driver.typical(&bed, Target::Edge)? - base;
             driver.check_translation(&mut bed)?;
-            report.cases.push(Case {
-                name: format!("tcp4_{direction}_{label}"),
-                flows,
-                ns,
-                units: ns / base,
-            });
+            report.cases.push(Case { name: format!("tcp4_{direction}_{label}"), flows, ns, units: ns / base });
             if flows == 1_000_000 && !reverse {
                 report.bare_lookup_1m_ns = driver.typical(&bed, Target::BareLookup)? - base;
             }
@@ -409,11 +404,8 @@ impl Driver {
         headers.tcp.destination_port_be = from.destination_port_be;
         headers.rewrite(&from, &to);
         expected[ETHERNET..ETHERNET + IPV4_TCP].copy_from_slice(&headers.to_bytes());
-        let (destination, source) = if self.reverse {
-            (bench::GATEWAY_MAC, bench::TENANT_MAC)
-        } else {
-            (bench::node_mac(0), bench::HUB_MAC)
-        };
+        let (destination, source) =
+            if self.reverse { (bench::GATEWAY_MAC, bench::TENANT_MAC) } else { (bench::node_mac(0), bench::HUB_MAC) };
         expected[..6].copy_from_slice(&destination);
         expected[6..12].copy_from_slice(&source);
         ensure!(self.last.0 == REDIRECT, "not forwarded: action {} ({} flows)", self.last.0, self.flows);

@@ -292,7 +292,7 @@ pub mod bench {
             udp_unreplied: 30 * TICKS_PER_SECOND,
             udp_replied: 180 * TICKS_PER_SECOND,
             tombstone: 75 * TICKS_PER_SECOND,
-            grace: 4,
+            grace: 2,
             rejects_per_tick: 1000,
             half_open_sets: abi::HALF_OPEN_SETS,
             ..abi::Settings::ZERO

@@ -4,3 +4,4 @@ pub mod apiserver;
 pub mod bench;
 pub mod datapath;
 pub mod lab;
+pub mod packets;

@@ -28,7 +28,8 @@ pub(crate) fn bpf(consent: Consent) -> Result<PathBuf> {
 /// Builds `target/debug/lbd-other-build`: the same `lbd` with differently optimised programs, as an upgrade would bring them. To be
 /// built before the others, whose files it uses on the way.
 pub(crate) fn other(consent: Consent) -> Result<()> {
-    let object = object(consent, "lbd-bpf", "lbd-bpf-other", &["--config", "profile.release.package.lbd-ebpf.opt-level=2"])?;
+    let object =
+        object(consent, "lbd-bpf", "lbd-bpf-other", &["--config", "profile.release.package.lbd-ebpf.opt-level=2"])?;
     run(cargo().args(["build", "--package", "lbd"]).env("LBD_BPF_OBJECT", object))?;
     let built = crate::target().join("debug");
     fs::copy(built.join("lbd"), built.join("lbd-other-build")).context("cannot copy the other build of lbd")?;

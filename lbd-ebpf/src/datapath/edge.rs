@@ -14,7 +14,7 @@ use lbd_common::tcp::{self, ACK, FIN, RST, SYN};
 use super::context::{
     Ethernet, Outcome, at, available, is_for, is_group, mac_pointer, now, refuse, resolve, segment, send, stage,
 };
-use super::maps::{FLOWS4, FRONTEND_COUNTERS};
+use super::maps::{FLOWS4, FRONTEND_COUNTERS, FRONTEND_OWNERS};
 
 /// Decides which way a frame goes.
 #[inline(always)]
@@ -107,6 +107,14 @@ pub(crate) fn read(flow: *const Flow4, key: &FlowKey4) -> Option<(Tuple4, u16, u
     }
 }
 
+/// Whose flow it is: on the hub's segment only the flow knows.
+#[inline(always)]
+pub(crate) fn tenant_of(flow: *const Flow4, segment: &Segment) -> u16 {
+    // SAFETY: a map value, which the verifier checks.
+    let frontend = unsafe { (*flow).frontend };
+    FRONTEND_OWNERS.get(u32::from(frontend)).map_or(segment.tenant, |owner| owner.tenant)
+}
+
 #[expect(clippy::too_many_arguments, reason = "inlined: the parts of one copy")]
 #[inline(always)]
 fn forward(
@@ -120,21 +128,24 @@ fn forward(
     state: u16,
 ) -> Outcome {
     if packet.ip.ttl <= 1 {
-        return Err(refuse(Reason::TtlExceeded, segment.tenant));
+        return Err(refuse(Reason::TtlExceeded, tenant_of(flow, segment)));
     }
     let length = packet.total_length();
-    let (hop, own_mac) = resolve(next_hop, length, segment).map_err(|reason| refuse(reason, segment.tenant))?;
+    let (hop, own_mac) = match resolve(next_hop, length, segment) {
+        Ok(found) => found,
+        Err(reason) => return Err(refuse(reason, tenant_of(flow, segment))),
+    };
     // SAFETY: a map value, which the verifier checks. Only counters and tracking are written, so that a lost race costs a
     // count, never a translation.
     unsafe {
-        let flow = &mut *flow;
         let destination = if own_mac {
             mac_pointer(&hop.destination)
         } else if state & FLOW_REVERSE != 0 {
-            mac_pointer(&flow.own)
+            mac_pointer(&(*flow).own)
         } else {
-            return Err(refuse(Reason::NoNeighbour, segment.tenant));
+            return Err(refuse(Reason::NoNeighbour, tenant_of(flow, segment)));
         };
+        let flow = &mut *flow;
         // A packet far from the flow's sequence numbers is forwarded (its receiver judges it) but moves nothing here.
         let end = packet.sequence_end();
         if tcp::near(end, flow.sequence) {

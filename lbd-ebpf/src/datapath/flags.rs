@@ -7,7 +7,7 @@ use lbd_common::tcp::{self, ACK, FIN, RST, SYN};
 
 use super::age::kill;
 use super::context::{Outcome, count, fetch_or, ipv4_tcp, now, refuse, segment};
-use super::edge::{read, translate, unknown};
+use super::edge::{read, tenant_of, translate, unknown};
 use super::maps::{BACKENDS, FLOWS4, NEXT_HOPS};
 
 /// Follows the state of a flow, then translates.
@@ -41,7 +41,7 @@ pub(crate) fn flags(context: &XdpContext) -> Outcome {
             mark(flow, FLOW_RESET);
             mark_other(&to, next_hop, FLOW_RESET);
         } else {
-            count(Reason::BlindReset, segment.tenant);
+            count(Reason::BlindReset, tenant_of(flow, segment));
         }
     } else if bits & FIN != 0 && tcp::near(packet.sequence_end(), reference) {
         mark(flow, FLOW_FIN);
