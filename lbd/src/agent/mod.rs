@@ -23,7 +23,7 @@ use crate::api::types::{Names, ReloadRequest};
 use crate::config::{Config, ConfigError, Severity};
 use crate::dataplane::{self, Dataplane, DataplaneError};
 use crate::health::{self, Prober, SavedTarget};
-use crate::plan::model::Health;
+use crate::plan::model::{Health, Plan};
 use crate::source::Inventory;
 use crate::source::kubernetes::SourceError;
 
@@ -43,8 +43,9 @@ const RETRY_LAST: Duration = Duration::from_secs(5);
 const TICK: Duration = Duration::from_secs(1);
 /// How often a plan is made although nothing has changed: reservations of addresses end by themselves.
 const REPLAN: Duration = Duration::from_mins(1);
-/// Shortest pause between two writes of the files that only a restart reads.
+/// Shortest pause between two writes of the files that only a restart reads, and between two of the names.
 const SAVE_INTERVAL: Duration = Duration::from_secs(5);
+const SAVE_NAMES_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Why the agent ended.
 #[derive(Debug, Error)]
@@ -144,8 +145,10 @@ async fn serve(path: PathBuf, config: Config) -> Result<(), AgentError> {
     let mut terminate = on_signal(SignalKind::terminate())?;
     let mut interrupt = on_signal(SignalKind::interrupt())?;
 
-    check_host(&config)?;
+    check_fit(&config)?;
+    // Before the host is looked at more closely: what another agent has done there is no fault of the host.
     let state = Arc::new(StateDirectory::open(&config.state_dir)?);
+    check_host(&config)?;
     let saved: Option<SavedInventory<Inventory>> = config.hub.kubernetes.as_ref().and_then(|_| state.load(INVENTORY));
     let restored_health = health::restore(&state.load::<Vec<SavedTarget>>(HEALTH).unwrap_or_default());
     // A kubeconfig that is wrong is found before anything is attached.
@@ -169,6 +172,7 @@ async fn serve(path: PathBuf, config: Config) -> Result<(), AgentError> {
         state,
         saving: None,
         saved_at: None,
+        saved_names_at: None,
         saved_inventory: saved.map(|saved| Arc::new(saved.inventory)),
         saved_health: None,
         saved_names: None,
@@ -231,8 +235,8 @@ async fn serve(path: PathBuf, config: Config) -> Result<(), AgentError> {
     Ok(())
 }
 
-/// Refuses a host on which the datapath can't run; says what will be less than good.
-fn check_host(config: &Config) -> Result<(), AgentError> {
+/// Refuses a file that does not fit the host's interfaces.
+fn check_fit(config: &Config) -> Result<(), AgentError> {
     let facts = dataplane::host_facts()?;
     let mut misfits = Vec::new();
     for problem in crate::config::check_host(config, &facts) {
@@ -241,9 +245,11 @@ fn check_host(config: &Config) -> Result<(), AgentError> {
             Severity::Warning => tracing::warn!("{problem}"),
         }
     }
-    if !misfits.is_empty() {
-        return Err(AgentError::Misfit(misfits.join("\n")));
-    }
+    if misfits.is_empty() { Ok(()) } else { Err(AgentError::Misfit(misfits.join("\n"))) }
+}
+
+/// Refuses a host on which the datapath can't run; says what will be less than good.
+fn check_host(config: &Config) -> Result<(), AgentError> {
     let mut fatal = Vec::new();
     for problem in dataplane::preflight(config) {
         if problem.fatal {
@@ -264,9 +270,10 @@ struct Agent {
     state: Arc<StateDirectory>,
     saving: Option<JoinHandle<Result<(), StateError>>>,
     saved_at: Option<Instant>,
+    saved_names_at: Option<Instant>,
     saved_inventory: Option<Arc<Inventory>>,
     saved_health: Option<Arc<Health>>,
-    saved_names: Option<Arc<crate::plan::model::Plan>>,
+    saved_names: Option<Arc<Plan>>,
     retry: Option<Instant>,
     pause: Duration,
 }
@@ -297,6 +304,7 @@ impl Agent {
     fn round(&mut self, hub: &Hub) {
         let done = tokio::task::block_in_place(|| self.core.reconcile(&self.inputs, Timestamp::now()));
         self.after_apply(done, hub);
+        self.keep_files(hub);
     }
 
     fn after_apply(&mut self, done: bool, hub: &Hub) {
@@ -320,6 +328,7 @@ impl Agent {
         hub.configure(&self.core.config);
         let done = self.core.apply_status.error.is_none();
         self.after_apply(done, hub);
+        self.keep_files(hub);
         reply
     }
 
@@ -337,33 +346,41 @@ impl Agent {
                 self.core.tell(true, "StateNotSaved", &error.to_string(), now);
             }
         }
-        if self.saving.is_some() || self.saved_at.is_some_and(|at| at.elapsed() < SAVE_INTERVAL) {
+        let due = |at: Option<Instant>, interval| at.is_none_or(|at| at.elapsed() >= interval);
+        let names = due(self.saved_names_at, SAVE_NAMES_INTERVAL);
+        let all = due(self.saved_at, SAVE_INTERVAL);
+        if self.saving.is_some() || !(names || all) {
             return;
         }
-        if let Some(work) = self.unsaved(hub) {
-            self.saved_at = Some(Instant::now());
+        if let Some(work) = self.unsaved(hub, all) {
             self.saving = Some(tokio::task::spawn_blocking(work));
         }
     }
 
-    /// What has changed since it was last written, as something that writes it.
-    fn unsaved(&mut self, hub: &Hub) -> Option<impl FnOnce() -> Result<(), StateError> + Send + use<>> {
-        let inventory = hub
-            .live()
-            .filter(|inventory| self.saved_inventory.as_ref().is_none_or(|saved| !Arc::ptr_eq(saved, inventory)));
+    /// What has changed since it was last written, as something that writes it: the names, or everything.
+    fn unsaved(&mut self, hub: &Hub, all: bool) -> Option<impl FnOnce() -> Result<(), StateError> + Send + use<>> {
+        let changed = |saved: &Option<Arc<Plan>>, plan: &Arc<Plan>| {
+            saved.as_ref().is_none_or(|saved| !Arc::ptr_eq(saved, plan) && !view::same_names(saved, plan))
+        };
+        let plan = Some(&self.core.plan).filter(|plan| self.core.ever && changed(&self.saved_names, plan)).cloned();
+        let inventory = hub.live().filter(|inventory| {
+            all && self.saved_inventory.as_ref().is_none_or(|saved| !Arc::ptr_eq(saved, inventory))
+        });
         let health = Some(&self.inputs.health)
-            .filter(|health| self.saved_health.as_ref().is_none_or(|saved| !Arc::ptr_eq(saved, health)))
+            .filter(|health| all && self.saved_health.as_ref().is_none_or(|saved| !Arc::ptr_eq(saved, health)))
             .cloned();
-        let plan = Some(&self.core.plan)
-            .filter(|_| self.core.ever)
-            .filter(|plan| self.saved_names.as_ref().is_none_or(|saved| !Arc::ptr_eq(saved, plan)))
-            .cloned();
+        if let Some(plan) = &plan {
+            self.saved_names = Some(Arc::clone(plan));
+            self.saved_names_at = Some(Instant::now());
+        }
+        if inventory.is_some() || health.is_some() {
+            self.saved_at = Some(Instant::now());
+        }
         if inventory.is_none() && health.is_none() && plan.is_none() {
             return None;
         }
         self.saved_inventory = inventory.clone().or_else(|| self.saved_inventory.take());
         self.saved_health = health.clone().or_else(|| self.saved_health.take());
-        self.saved_names = plan.clone().or_else(|| self.saved_names.take());
         let (state, hub_name) = (Arc::clone(&self.state), self.core.config.hub.name.clone());
         Some(move || {
             if let Some(plan) = plan {
@@ -389,7 +406,7 @@ impl Agent {
             // What it could not write is tried again below.
             let _ = saving.await;
         }
-        if let Some(work) = self.unsaved(hub)
+        if let Some(work) = self.unsaved(hub, true)
             && let Ok(Err(error)) = tokio::task::spawn_blocking(work).await
         {
             tracing::warn!(%error, "state not saved");

@@ -331,3 +331,18 @@ pub(crate) fn labels(plan: &Plan, address: &FrontendAddress, frontend: &Frontend
         ("proto", address.protocol.as_str().to_owned()),
     ]
 }
+
+/// Whether two plans have the same names for the same ids.
+pub(crate) fn same_names(a: &Plan, b: &Plan) -> bool {
+    a.frontends.len() == b.frontends.len()
+        && a.frontends
+            .values()
+            .zip(b.frontends.values())
+            .all(|(a, b)| (a.id, a.tenant, &a.name, &a.service) == (b.id, b.tenant, &b.name, &b.service))
+        && a.segments == b.segments
+        && a.tenants
+            .iter()
+            .map(|(id, tenant)| (id, &tenant.name))
+            .eq(b.tenants.iter().map(|(id, tenant)| (id, &tenant.name)))
+        && a.backends.values().map(|a| (a.address, &a.node)).eq(b.backends.values().map(|b| (b.address, &b.node)))
+}

@@ -463,7 +463,7 @@ pub fn detach(bpffs: &Path) -> Result<Detached, DataplaneError> {
 
 /// The host's interfaces now; needs no privileges.
 pub fn host_facts() -> Result<HostFacts, DataplaneError> {
-    let read = netlink::Client::new().and_then(|mut client| client.facts());
+    let read = Client::new().and_then(|mut client| client.facts());
     read.map_err(DataplaneError::system("read the interfaces by netlink"))
 }
 

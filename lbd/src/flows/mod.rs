@@ -8,7 +8,9 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use ipnet::IpNet;
-use lbd_common::abi::{FLOW_DEAD, FLOW_FIN, FLOW_PEER_FIN, FLOW_RESET, Flow4, Frontend, HalfOpen4, Settings};
+use lbd_common::abi::{
+    FLOW_DEAD, FLOW_FIN, FLOW_PEER_FIN, FLOW_RESET, Flow4, Frontend, HALF_OPEN_REFUSED, HalfOpen4, Settings,
+};
 use serde::Serialize;
 
 use crate::dataplane::FlowPair;
@@ -179,10 +181,10 @@ impl Flow {
         })
     }
 
-    /// A half-open connection; `None` = older than the datapath keeps it. Its packets are not counted yet.
+    /// A half-open connection; `None` = refused by its backend, or older than the datapath keeps it. Its packets are not counted yet.
     pub fn from_half_open(record: &HalfOpen4, clock: Clock, settings: &Settings) -> Option<Self> {
         let idle = clock.since(record.last_seen);
-        if idle > State::HalfOpen.timeout(settings) {
+        if record.state & HALF_OPEN_REFUSED != 0 || idle > State::HalfOpen.timeout(settings) {
             return None;
         }
         Some(Self {
@@ -683,6 +685,8 @@ mod tests {
         assert_eq!((flow.state, flow.age, flow.idle), (State::HalfOpen, 20, 10));
         let old = HalfOpen4 { last_seen: CLOCK.now - 470, ..record };
         assert_eq!(Flow::from_half_open(&old, CLOCK, &settings()), None);
+        let refused = HalfOpen4 { state: HALF_OPEN_REFUSED, ..record };
+        assert_eq!(Flow::from_half_open(&refused, CLOCK, &settings()), None);
     }
 
     #[test]

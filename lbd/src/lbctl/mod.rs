@@ -15,7 +15,7 @@ use crate::api::types::{
     Backend, Event, InterfaceStatus, Names, ReloadReply, ReloadRequest, Service, Status, TableFill, paths,
     reload_outcome, service_state,
 };
-use crate::dataplane::{DataplaneError, Pins};
+use crate::dataplane::{DataplaneError, Pins, host_facts};
 use crate::flows::{self, By, Clock, Directory, Filter, Flow, Matcher, Namer, protocol_name, unmap};
 
 mod client;
@@ -281,14 +281,16 @@ fn status(place: &Place, agent: &Client) -> StatusView {
             if no_agent {
                 view.status.abi = settings.abi;
                 let labels = names_on_disk(&place.state_dir).unwrap_or_default();
+                let facts = host_facts().unwrap_or_default();
+                let link = |name: &str| facts.interfaces.get(name);
                 view.status.interfaces = attached
                     .iter()
                     .map(|interface| InterfaceStatus {
                         name: interface.interface.clone(),
                         role: role(&labels, &interface.interface),
                         mode: interface.mode.map_or("detached", |mode| mode.as_str()).to_owned(),
-                        up: link_up(&interface.interface),
-                        mtu: link_mtu(&interface.interface),
+                        up: link(&interface.interface).is_some_and(|link| link.up),
+                        mtu: link(&interface.interface).map_or(0, |link| link.mtu),
                     })
                     .collect();
             }
@@ -334,19 +336,6 @@ fn role(names: &Names, interface: &str) -> String {
         (false, false) => "?",
     }
     .to_owned()
-}
-
-fn link_attribute(interface: &str, attribute: &str) -> Option<String> {
-    let path = Path::new("/sys/class/net").join(interface).join(attribute);
-    Some(std::fs::read_to_string(path).ok()?.trim().to_owned())
-}
-
-fn link_up(interface: &str) -> bool {
-    link_attribute(interface, "carrier").is_some_and(|carrier| carrier == "1")
-}
-
-fn link_mtu(interface: &str) -> u32 {
-    link_attribute(interface, "mtu").and_then(|mtu| mtu.parse().ok()).unwrap_or_default()
 }
 
 fn list<'a>(items: impl Iterator<Item = &'a str>) -> String {
