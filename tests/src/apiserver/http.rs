@@ -420,6 +420,7 @@ fn start_watch(shared: &Arc<Shared>, call: &Call) -> Response<Body> {
         limit: Duration::from_secs(call.query.get("timeoutSeconds").and_then(|text| text.parse().ok()).unwrap_or(1800)),
         lines,
         // Before the answer: what happens once the client has it must not be missed.
+        epoch: shared.control().epoch,
         versions: shared.versions.subscribe(),
         control: shared.control.subscribe(),
         injected: shared.injected.subscribe(),
@@ -444,6 +445,7 @@ struct Watch {
     bookmarks: bool,
     limit: Duration,
     lines: mpsc::Sender<std::io::Result<Bytes>>,
+    epoch: u64,
     versions: watch::Receiver<u64>,
     control: watch::Receiver<Control>,
     injected: broadcast::Receiver<(Option<usize>, String)>,
@@ -458,7 +460,6 @@ impl Watch {
     }
 
     async fn run(mut self, from: u64, initial: bool) -> std::result::Result<(), Left> {
-        let epoch = self.control.borrow_and_update().epoch;
         let mut sent = from;
         if initial {
             let (objects, version) = {
@@ -481,7 +482,7 @@ impl Watch {
         tokio::pin!(end);
         loop {
             let settings = self.control.borrow_and_update().clone();
-            if settings.epoch != epoch {
+            if settings.epoch != self.epoch {
                 return Ok(());
             }
             self.versions.borrow_and_update();
