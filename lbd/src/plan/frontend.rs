@@ -1,7 +1,7 @@
 //! Frontends: which there are, where they lead, and which of their backends may take connections.
 
 use std::collections::btree_map::Entry as MapEntry;
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::net::IpAddr;
 use std::sync::Arc;
 
@@ -9,9 +9,7 @@ use ipnet::IpNet;
 use lbd_common::maglev::identity;
 
 use super::Site;
-use super::ids::{
-    BACKENDS, BackendKey, BackendMemory, ByTarget, Entry, FRONTENDS, FrontendKey, FrontendMemory, Ids, TargetKey,
-};
+use super::ids::{BACKENDS, BackendKey, BackendMemory, Entry, FRONTENDS, FrontendKey, FrontendMemory, Ids, TargetKey};
 use super::model::{
     BackendId, BackendPlan, FrontendAddress, FrontendBackend, FrontendId, FrontendPlan, FrontendProbe, Health, Notice,
     Plan, ProbeTarget, Reset, SegmentId, TenantId, any_up,
@@ -127,11 +125,17 @@ pub(super) fn wishes<'a>(
         }
     }
     let by_name: BTreeMap<&str, &Tenant> = tenants.iter().map(|&tenant| (tenant.name.as_str(), tenant)).collect();
+    // Both are sorted by name: side by side is much faster than ten thousand look-ups by name.
+    let mut services = inventory.services.iter().peekable();
     let mut claimed: Vec<_> = assignments
         .services
         .iter()
         .filter(|(_, assignment)| assignment.claimed && assignment.frontend.is_none())
-        .filter_map(|(name, assignment)| Some((inventory.services.get(name)?, name, assignment)))
+        .filter_map(|(name, assignment)| {
+            while services.next_if(|(other, _)| *other < name).is_some() {}
+            let (_, service) = services.next_if(|(other, _)| *other == name)?;
+            Some((service, name, assignment))
+        })
         .collect();
     claimed.sort_by(|(left, left_name, _), (right, right_name, _)| {
         (left.created, &left.uid, left_name).cmp(&(right.created, &right.uid, right_name))
@@ -363,8 +367,8 @@ struct Judged {
     unknown: Arc<BTreeSet<BackendId>>,
 }
 
-/// Fills in frontends, backends, tables and probes. Returns the frontends by target.
-pub(super) fn fill(context: &mut Context<'_, '_>, wishes: &[Wish<'_>], plan: &mut Plan) -> ByTarget {
+/// Fills in frontends, backends, tables and probes.
+pub(super) fn fill<'a>(context: &mut Context<'a, '_>, wishes: &[Wish<'a>], plan: &mut Plan) {
     let hub = context.site.segment(&context.config.hub.segment).unwrap_or_default();
     let hub_snat = hub_snat(context, hub, plan);
     let nodes = if wishes.iter().any(|wish| wish.fixed.is_none()) { nodes(context, hub, plan) } else { Vec::new() };
@@ -377,7 +381,9 @@ pub(super) fn fill(context: &mut Context<'_, '_>, wishes: &[Wish<'_>], plan: &mu
         groups: HashMap::new(),
         lists: HashMap::new(),
         crowd: None,
-        by_target: ByTarget::new(),
+        frontends: Vec::with_capacity(wishes.len()),
+        last_probe: None,
+        last_judged: None,
     };
     let ids: Vec<_> = wishes.iter().map(|wish| frontend_id(context, wish, plan)).collect();
     let probes: Vec<_> = wishes.iter().map(|wish| filler.probe(context, wish, plan)).collect();
@@ -393,8 +399,8 @@ pub(super) fn fill(context: &mut Context<'_, '_>, wishes: &[Wish<'_>], plan: &mu
             ),
         });
     }
-    for ((wish, id), probe) in wishes.iter().zip(ids).zip(probes) {
-        if let Some((id, new)) = id {
+    for ((wish, id), probe) in wishes.iter().zip(&ids).zip(probes) {
+        if let &Some((id, new)) = id {
             filler.frontend(context, wish, id, new, probe, plan);
         }
     }
@@ -415,8 +421,8 @@ pub(super) fn fill(context: &mut Context<'_, '_>, wishes: &[Wish<'_>], plan: &mu
             backend.eligible = true;
         }
     }
-    targets(context, hub, wishes, &filler.by_target, plan);
-    filler.by_target
+    plan.frontends = filler.frontends.into_iter().collect();
+    targets(context, hub, wishes, &ids, plan);
 }
 
 /// SNAT addresses towards the hub.
@@ -532,7 +538,7 @@ impl Interner {
 }
 
 /// Ports that stand for a node, by how they are probed.
-type Crowd = HashMap<Arc<Probe>, Vec<u16>>;
+type Crowd = HashMap<*const Probe, Vec<u16>>;
 
 /// Whether there are too many probes, and if so, who stands for the nodes.
 fn crowd(
@@ -542,9 +548,9 @@ fn crowd(
     probes: &[Option<Arc<FrontendProbe>>],
 ) -> Option<Crowd> {
     let probed = nodes.iter().filter(|node| node.probed).count();
-    let mut arcs = BTreeMap::new();
-    let mut all: BTreeMap<(&Probe, u16), FrontendId> = BTreeMap::new();
-    let mut fixed = BTreeSet::new();
+    // Equal probes are one probe: see `Interner`. The order of pointers never shows.
+    let mut all: HashMap<(*const Probe, u16), FrontendId> = HashMap::new();
+    let mut fixed = HashSet::new();
     let (mut rate, mut count) = (0.0, 0);
     for ((wish, id), probe) in wishes.iter().zip(ids).zip(probes) {
         let (Some((id, _)), Some(probe)) = (id, probe) else { continue };
@@ -552,19 +558,15 @@ fn crowd(
         let targets = match wish.fixed {
             Some(frontend) => frontend.backends.len(),
             None if replaceable(wish) => {
-                arcs.insert(&*probe.probe, &probe.probe);
-                match all.entry((&*probe.probe, port)) {
-                    MapEntry::Vacant(entry) => {
-                        entry.insert(*id);
-                        probed
-                    }
-                    MapEntry::Occupied(mut entry) => {
-                        *entry.get_mut() = (*entry.get()).min(*id);
-                        0
-                    }
-                }
+                let mut first = false;
+                let oldest = all.entry((Arc::as_ptr(&probe.probe), port)).or_insert_with(|| {
+                    first = true;
+                    *id
+                });
+                *oldest = (*oldest).min(*id);
+                if first { probed } else { 0 }
             }
-            None if fixed.insert((&*probe.probe, port)) => probed,
+            None if fixed.insert((Arc::as_ptr(&probe.probe), port)) => probed,
             None => 0,
         };
         count += targets;
@@ -573,7 +575,7 @@ fn crowd(
     if rate <= PROBES_PER_SECOND && count <= MAX_TARGETS {
         return None;
     }
-    let mut oldest: BTreeMap<&Probe, Vec<(FrontendId, u16)>> = BTreeMap::new();
+    let mut oldest: HashMap<*const Probe, Vec<(FrontendId, u16)>> = HashMap::new();
     for ((probe, port), id) in all {
         oldest.entry(probe).or_default().push((id, port));
     }
@@ -583,7 +585,7 @@ fn crowd(
         ports.truncate(REPRESENTATIVES);
         let mut ports: Vec<u16> = ports.into_iter().map(|(_, port)| port).collect();
         ports.sort_unstable();
-        crowd.insert(Arc::clone(arcs[probe]), ports);
+        crowd.insert(probe, ports);
     }
     Some(crowd)
 }
@@ -595,7 +597,7 @@ fn replaceable(wish: &Wish<'_>) -> bool {
         && !wish.service.is_some_and(|service| service.policy_local)
 }
 
-struct Filler {
+struct Filler<'a> {
     hub: SegmentId,
     hub_snat: Vec<IpAddr>,
     nodes: Vec<Candidate>,
@@ -606,18 +608,36 @@ struct Filler {
     /// Lists of backends by content.
     lists: HashMap<Vec<FrontendBackend>, Arc<[FrontendBackend]>>,
     crowd: Option<Crowd>,
-    by_target: ByTarget,
+    frontends: Vec<(FrontendAddress, FrontendPlan)>,
+    /// The last probe made, for the settings and the interface that it was made for: those of a tenant's Services are the same.
+    last_probe: Option<(&'a FrontendSettings, &'a str, Arc<FrontendProbe>)>,
+    /// The last judgement on nodes that frontends share: probe of the frontend, `all_down: try`, probe that stands for it, judgement.
+    last_judged: Option<(Arc<FrontendProbe>, bool, Arc<FrontendProbe>, Judged)>,
 }
 
-impl Filler {
+impl<'a> Filler<'a> {
     /// How the backends of a frontend are probed, each frontend for itself.
-    fn probe(&mut self, context: &Context<'_, '_>, wish: &Wish<'_>, plan: &mut Plan) -> Option<Arc<FrontendProbe>> {
+    fn probe(&mut self, context: &Context<'a, '_>, wish: &Wish<'a>, plan: &mut Plan) -> Option<Arc<FrontendProbe>> {
         let probe = &wish.settings.health;
         let via = wish.fixed.map_or(Via::Hub, |frontend| frontend.via);
         let interface = match via {
             Via::Hub => &context.config.hub.segment.interface,
             Via::Tenant => &wish.tenant.segment.interface,
         };
+        if probe.port.is_none() {
+            if wish.target == 0 {
+                return None;
+            }
+            if let Some((settings, at, known)) = &self.last_probe
+                && std::ptr::eq(*settings, wish.settings)
+                && at == interface
+            {
+                return Some(Arc::clone(known));
+            }
+            let made = self.probes.get(interface, probe, Vec::new());
+            self.last_probe = Some((wish.settings, interface, Arc::clone(&made)));
+            return Some(made);
+        }
         let ports = match &probe.port {
             None => Vec::new(),
             Some(ProbePort::Number(port)) => vec![*port],
@@ -664,39 +684,17 @@ impl Filler {
             Via::Tenant => tenant_snat(context, wish, plan),
         };
         let usable = wish.target != 0 && snat.is_some();
-        let probe = match (&self.crowd, probe.filter(|_| usable)) {
-            (Some(crowd), Some(probe)) if replaceable(wish) => {
-                let ports = crowd.get(&probe.probe).cloned().unwrap_or_default();
-                Some(self.probes.get(&probe.interface, &probe.probe, ports))
-            }
-            (_, probe) => probe,
-        };
         let try_all = wish.settings.all_down == AllDown::Try;
-        let judged = if let Some(frontend) = wish.fixed {
+        let (probe, judged) = if let Some(frontend) = wish.fixed {
+            let probe = probe.filter(|_| usable);
             let candidates = fixed_candidates(context, wish, frontend, segment, plan);
-            self.judge(context.health, &candidates, probe.as_ref(), wish.target, try_all, plan)
+            let judged = self.judge(context.health, &candidates, probe.as_ref(), wish.target, try_all, plan);
+            (probe, judged)
         } else {
-            // Where the probe does not depend on the frontend, neither does the judgement.
-            let shared = probe.as_ref().is_none_or(|probe| !probe.ports.is_empty());
-            let key = (probe.clone(), try_all);
-            if let Some(known) = self.groups.get(&key).filter(|_| shared) {
-                known.clone()
-            } else {
-                let candidates = std::mem::take(&mut self.nodes);
-                let judged = self.judge(context.health, &candidates, probe.as_ref(), wish.target, try_all, plan);
-                self.nodes = candidates;
-                if shared {
-                    self.groups.insert(key, judged.clone());
-                }
-                judged
-            }
+            self.judge_nodes(context.health, wish, probe.filter(|_| usable), try_all, plan)
         };
         alarms(wish, &judged, usable, try_all, plan);
         down_resets(context, wish, id, new, &judged);
-        if wish.target != 0 {
-            let key = TargetKey { segment, protocol: wish.address.protocol.number(), port: wish.target };
-            self.by_target.entry(key).or_default().insert(id);
-        }
         let affinity = wish.settings.affinity.unwrap_or_else(|| {
             if wish.service.is_some_and(|service| service.client_ip_affinity) {
                 Affinity::Source
@@ -704,7 +702,7 @@ impl Filler {
                 Affinity::Flow
             }
         });
-        plan.frontends.insert(
+        self.frontends.push((
             wish.address,
             FrontendPlan {
                 id,
@@ -723,7 +721,54 @@ impl Filler {
                 probe,
                 reset_on_down: wish.settings.on_down == OnDown::Reset,
             },
-        );
+        ));
+    }
+
+    /// Decides about the nodes. Returns the probe that does.
+    fn judge_nodes(
+        &mut self,
+        health: &Health,
+        wish: &Wish<'_>,
+        own: Option<Arc<FrontendProbe>>,
+        try_all: bool,
+        plan: &mut Plan,
+    ) -> (Option<Arc<FrontendProbe>>, Judged) {
+        let replaceable = replaceable(wish);
+        if let (Some(own), Some((before, tried, probe, judged))) = (&own, &self.last_judged)
+            && replaceable
+            && *tried == try_all
+            && Arc::ptr_eq(own, before)
+        {
+            return (Some(Arc::clone(probe)), judged.clone());
+        }
+        let probe = match (&self.crowd, &own) {
+            (Some(crowd), Some(own)) if replaceable => {
+                let ports = crowd.get(&Arc::as_ptr(&own.probe)).cloned().unwrap_or_default();
+                Some(self.probes.get(&own.interface, &own.probe, ports))
+            }
+            _ => own.clone(),
+        };
+        // Where the probe does not depend on the frontend, neither does the judgement.
+        let shared = probe.as_ref().is_none_or(|probe| !probe.ports.is_empty());
+        let key = (probe.clone(), try_all);
+        let judged = if let Some(known) = self.groups.get(&key).filter(|_| shared) {
+            known.clone()
+        } else {
+            let candidates = std::mem::take(&mut self.nodes);
+            let judged = self.judge(health, &candidates, probe.as_ref(), wish.target, try_all, plan);
+            self.nodes = candidates;
+            if shared {
+                self.groups.insert(key, judged.clone());
+            }
+            judged
+        };
+        if let (Some(own), Some(probe)) = (own, &probe)
+            && shared
+            && replaceable
+        {
+            self.last_judged = Some((own, try_all, Arc::clone(probe), judged.clone()));
+        }
+        (probe, judged)
     }
 
     /// Decides which backends may take connections. Without a probe, none.
@@ -813,6 +858,9 @@ fn frontend_id(context: &mut Context<'_, '_>, wish: &Wish<'_>, plan: &mut Plan) 
     if let Some(entry) = frontends.used.get_mut(&key) {
         let missing = wish.service.is_none() && wish.service_name.is_some() && !context.complete;
         if missing || entry.memory.is_same(&wish.tenant.name, wish.service_name, uid) {
+            if wish.settings.on_down == OnDown::Keep {
+                entry.memory.down.clear();
+            }
             if !missing && entry.memory.uid != uid {
                 uid.clone_into(&mut entry.memory.uid);
             }
@@ -927,12 +975,11 @@ fn fixed_candidates(
 
 /// With `on_down: reset`: flows to backends that have gone down.
 fn down_resets(context: &mut Context<'_, '_>, wish: &Wish<'_>, id: FrontendId, new: bool, judged: &Judged) {
-    let Some(entry) = context.ids.frontends.used.get_mut(&FrontendKey::from(&wish.address)) else { return };
-    let before = &mut entry.memory.down;
     if wish.settings.on_down == OnDown::Keep {
-        before.clear();
         return;
     }
+    let Some(entry) = context.ids.frontends.used.get_mut(&FrontendKey::from(&wish.address)) else { return };
+    let before = &mut entry.memory.down;
     if !new {
         context.resets.extend(judged.down.difference(before).map(|&backend| Reset::Backend { frontend: id, backend }));
     }
@@ -942,10 +989,17 @@ fn down_resets(context: &mut Context<'_, '_>, wish: &Wish<'_>, id: FrontendId, n
 }
 
 /// NodePorts that belong to another Service now.
-fn targets(context: &mut Context<'_, '_>, hub: SegmentId, wishes: &[Wish<'_>], by_target: &ByTarget, plan: &Plan) {
-    for wish in wishes {
+fn targets(
+    context: &mut Context<'_, '_>,
+    hub: SegmentId,
+    wishes: &[Wish<'_>],
+    ids: &[Option<(FrontendId, bool)>],
+    plan: &Plan,
+) {
+    let mut taken_over = Vec::new();
+    for (wish, id) in wishes.iter().zip(ids) {
         let (Some(service), Some(name)) = (wish.service, wish.service_name) else { continue };
-        if !wish.node_port || wish.target == 0 || !plan.frontends.contains_key(&wish.address) {
+        if !wish.node_port || wish.target == 0 || id.is_none() {
             continue;
         }
         let key = TargetKey { segment: hub, protocol: wish.address.protocol.number(), port: wish.target };
@@ -960,17 +1014,39 @@ fn targets(context: &mut Context<'_, '_>, hub: SegmentId, wishes: &[Wish<'_>], b
             Some(before) if before == owner => {}
             Some(before) => {
                 owner.clone_into(before);
-                context.resets.insert(Reset::Target {
-                    segment: hub,
-                    protocol: key.protocol,
-                    address: None,
-                    port: key.port,
-                    keep: by_target.get(&key).cloned().unwrap_or_default(),
-                });
+                taken_over.push(key);
             }
             None => {
                 context.ids.targets.insert(key, owner.to_owned());
             }
         }
+    }
+    if taken_over.is_empty() {
+        return;
+    }
+    let mut by_target: BTreeMap<TargetKey, BTreeSet<FrontendId>> = BTreeMap::new();
+    for (wish, id) in wishes.iter().zip(ids) {
+        let (Some((id, _)), Some(frontend)) = (id, plan.frontends.get(&wish.address)) else { continue };
+        let protocol = wish.address.protocol.number();
+        if wish.fixed.is_none() {
+            let key = TargetKey { segment: hub, protocol, port: wish.target };
+            by_target.entry(key).or_default().insert(*id);
+            continue;
+        }
+        for backend in frontend.backends.iter() {
+            if let Some(known) = plan.backends.get(&backend.id) {
+                let key = TargetKey { segment: known.segment, protocol, port: frontend.port_of(backend) };
+                by_target.entry(key).or_default().insert(*id);
+            }
+        }
+    }
+    for key in taken_over {
+        context.resets.insert(Reset::Target {
+            segment: hub,
+            protocol: key.protocol,
+            address: None,
+            port: key.port,
+            keep: by_target.get(&key).cloned().unwrap_or_default(),
+        });
     }
 }

@@ -6,8 +6,8 @@ use std::net::IpAddr;
 use lbd_common::abi::{MAX_BACKENDS, MAX_FRONTENDS, MAX_TENANTS};
 use serde::{Deserialize, Serialize};
 
-use super::model::{BackendId, FrontendAddress, FrontendId, Reset, SegmentId, TenantId};
-use crate::config::SegmentName;
+use super::model::{BackendId, FrontendAddress, Reset, SegmentId, TenantId};
+use crate::config::{Protocol, SegmentName};
 use crate::source::ObjectName;
 
 /// Ids that must survive restarts, and what is needed to find flows whose backend is gone or another's.
@@ -151,6 +151,14 @@ pub(super) struct FrontendKey {
     pub(super) protocol: u8,
 }
 
+impl FrontendKey {
+    /// The reverse of `from`. A file can hold anything, so there may be none.
+    pub(super) fn address(&self) -> Option<FrontendAddress> {
+        let protocol = [Protocol::Tcp, Protocol::Udp].into_iter().find(|it| it.number() == self.protocol)?;
+        Some(FrontendAddress { segment: self.segment, vip: self.vip, port: self.port, protocol })
+    }
+}
+
 impl From<&FrontendAddress> for FrontendKey {
     fn from(address: &FrontendAddress) -> Self {
         Self { segment: address.segment, vip: address.vip, port: address.port, protocol: address.protocol.number() }
@@ -201,9 +209,6 @@ pub(super) struct TargetKey {
     pub(super) protocol: u8,
     pub(super) port: u16,
 }
-
-/// All frontends by the port that they lead to.
-pub(super) type ByTarget = BTreeMap<TargetKey, BTreeSet<FrontendId>>;
 
 /// Maps with keys that are not strings, as lists of pairs.
 mod pairs {

@@ -15,7 +15,7 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 
 pub use self::ids::Ids;
-use self::ids::{BackendKey, ByTarget, SEGMENTS, SegmentKey, TENANTS};
+use self::ids::{BackendKey, SEGMENTS, SegmentKey, TENANTS};
 use self::model::{
     AddressPlan, Health, HostFacts, InterfaceFacts, Notice, Plan, Reset, SegmentId, SegmentPlan, TenantId, TenantPlan,
 };
@@ -66,7 +66,7 @@ impl Planner {
         }
         let wishes = frontend::wishes(config, inventory, assignments, &site, &mut plan);
         let mut resets = BTreeSet::new();
-        let by_target = frontend::fill(
+        frontend::fill(
             &mut frontend::Context {
                 config,
                 inventory,
@@ -80,7 +80,7 @@ impl Planner {
             &wishes,
             &mut plan,
         );
-        self.forget(complete, inventory, config, &site, &by_target, &plan, &mut resets);
+        self.forget(complete, inventory, config, &site, &plan, &mut resets);
         self.ids.pending.append(&mut resets);
         plan.resets.clone_from(&self.ids.pending);
         plan.notices.sort();
@@ -158,23 +158,25 @@ impl Planner {
     }
 
     /// Finds what is gone, and gives back its ids.
-    #[expect(clippy::too_many_arguments, reason = "the parts of one plan")]
     fn forget(
         &mut self,
         complete: bool,
         inventory: &Inventory,
         config: &Config,
         site: &Site<'_>,
-        by_target: &ByTarget,
         plan: &Plan,
         resets: &mut BTreeSet<Reset>,
     ) {
         if !complete {
             return;
         }
-        let frontends: BTreeSet<_> = plan.frontends.keys().map(ids::FrontendKey::from).collect();
-        let gone = self.ids.frontends.keep_only(|key| frontends.contains(key));
-        resets.extend(gone.into_iter().map(Reset::Frontend));
+        let wanted =
+            |key: &ids::FrontendKey| key.address().is_some_and(|address| plan.frontends.contains_key(&address));
+        // Every frontend of the plan has an id. As many ids as frontends: none is gone.
+        if self.ids.frontends.used.len() > plan.frontends.len() {
+            let gone = self.ids.frontends.keep_only(wanted);
+            resets.extend(gone.into_iter().map(Reset::Frontend));
+        }
         self.gone_nodes(inventory, config, site, resets);
         let backends: BTreeSet<BackendKey> = plan
             .backends
@@ -186,7 +188,7 @@ impl Planner {
         let segments: BTreeSet<SegmentKey> = site.segments.keys().map(|&name| name.into()).collect();
         self.ids.segments.keep_only(|key| segments.contains(key));
         let live: BTreeSet<SegmentId> = plan.segments.keys().copied().collect();
-        self.ids.targets.retain(|key, _| live.contains(&key.segment) || by_target.contains_key(key));
+        self.ids.targets.retain(|key, _| live.contains(&key.segment));
     }
 
     /// Addresses whose Node object is gone, or is another's now.

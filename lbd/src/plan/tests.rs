@@ -682,7 +682,10 @@ fn crowd(services: u16, nodes: u16) -> World {
 #[test]
 fn ten_thousand_services_on_five_hundred_nodes_share_one_table() {
     let mut world = crowd(10_000, 500);
-    let assignments = world.ipam.assign(&world.config, &world.inventory, &world.host, &BTreeSet::new(), 0);
+    let mut assignments = world.ipam.assign(&world.config, &world.inventory, &world.host, &BTreeSet::new(), 0);
+    let start = Instant::now();
+    assignments = world.ipam.assign(&world.config, &world.inventory, &world.host, &BTreeSet::new(), 0);
+    println!("addresses again: {:?}", start.elapsed());
     let plan_of = |world: &mut World, what: &str| {
         let start = Instant::now();
         let plan = world.planner.plan(&world.config, &world.inventory, &assignments, &world.health, &world.host);
@@ -709,6 +712,9 @@ fn ten_thousand_services_on_five_hundred_nodes_share_one_table() {
     // Unoptimised builds get more time.
     let bound = if cfg!(debug_assertions) { Duration::from_secs(3) } else { Duration::from_millis(60) };
     assert!(took < bound, "{took:?}");
+    let start = Instant::now();
+    let ids = serde_json::to_vec(world.planner.ids()).unwrap();
+    println!("{} bytes of ids: {:?}", ids.len(), start.elapsed());
     let (again, _) = plan_of(&mut world, "nothing changed");
     assert!(again == after);
 }
