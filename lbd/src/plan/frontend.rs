@@ -497,6 +497,7 @@ fn nodes(context: &mut Context<'_, '_>, hub: SegmentId, plan: &mut Plan) -> Vec<
         if let Some(entry) = context.ids.backends.used.get_mut(&key)
             && entry.memory.node.is_none()
         {
+            context.ids.changes += 1;
             entry.memory = memory();
         }
         let shared: Arc<str> = Arc::from(name.as_str());
@@ -858,10 +859,12 @@ fn frontend_id(context: &mut Context<'_, '_>, wish: &Wish<'_>, plan: &mut Plan) 
     if let Some(entry) = frontends.used.get_mut(&key) {
         let missing = wish.service.is_none() && wish.service_name.is_some() && !context.complete;
         if missing || entry.memory.is_same(&wish.tenant.name, wish.service_name, uid) {
-            if wish.settings.on_down == OnDown::Keep {
+            if wish.settings.on_down == OnDown::Keep && !entry.memory.down.is_empty() {
+                context.ids.changes += 1;
                 entry.memory.down.clear();
             }
             if !missing && entry.memory.uid != uid {
+                context.ids.changes += 1;
                 uid.clone_into(&mut entry.memory.uid);
             }
             return Some((entry.id, false));
@@ -980,12 +983,14 @@ fn down_resets(context: &mut Context<'_, '_>, wish: &Wish<'_>, id: FrontendId, n
     }
     let Some(entry) = context.ids.frontends.used.get_mut(&FrontendKey::from(&wish.address)) else { return };
     let before = &mut entry.memory.down;
+    let remembered = before.clone();
     if !new {
         context.resets.extend(judged.down.difference(before).map(|&backend| Reset::Backend { frontend: id, backend }));
     }
     // What is not known, as after a restart, is still as it was.
     before.retain(|backend| judged.unknown.contains(backend));
     before.extend(judged.down.iter());
+    context.ids.changes += u64::from(*before != remembered);
 }
 
 /// NodePorts that belong to another Service now.
@@ -1014,9 +1019,11 @@ fn targets(
             Some(before) if before == owner => {}
             Some(before) => {
                 owner.clone_into(before);
+                context.ids.changes += 1;
                 taken_over.push(key);
             }
             None => {
+                context.ids.changes += 1;
                 context.ids.targets.insert(key, owner.to_owned());
             }
         }

@@ -23,12 +23,20 @@ pub struct Ids {
     pub(super) targets: BTreeMap<TargetKey, String>,
     /// Resets that are not in the maps yet.
     pub(super) pending: BTreeSet<Reset>,
+    /// Counts changes of what the pools remember, of `targets` and of `pending`.
+    #[serde(skip)]
+    pub(super) changes: u64,
 }
 
 impl Ids {
     /// The name of each tenant that has an id, for counters that outlive a plan.
     pub fn tenants(&self) -> BTreeMap<TenantId, String> {
         self.tenants.used.iter().map(|(name, entry)| (entry.id, name.clone())).collect()
+    }
+
+    /// Grows whenever something has changed that belongs on disk.
+    pub(super) fn revision(&self) -> u64 {
+        self.changes + self.segments.changes + self.tenants.changes + self.frontends.changes + self.backends.changes
     }
 
     /// A file can hold anything: no id twice, none out of range.
@@ -65,6 +73,8 @@ pub(super) struct Pool<K, V> {
     retired: VecDeque<u16>,
     /// Highest id ever given out.
     highest: u16,
+    #[serde(skip)]
+    changes: u64,
 }
 
 /// An id and what belongs to it.
@@ -77,13 +87,14 @@ pub(super) struct Entry<V> {
 
 impl<K, V> Default for Pool<K, V> {
     fn default() -> Self {
-        Self { used: BTreeMap::new(), retired: VecDeque::new(), highest: 0 }
+        Self { used: BTreeMap::new(), retired: VecDeque::new(), highest: 0, changes: 0 }
     }
 }
 
 impl<K: Ord, V> Pool<K, V> {
     /// An id that nobody has: one never used, else the one given back longest ago. `None` if there is none.
     pub(super) fn fresh(&mut self, bounds: Bounds) -> Option<u16> {
+        self.changes += 1;
         if self.highest < bounds.last {
             self.highest += 1;
             return Some(self.highest);
@@ -103,6 +114,7 @@ impl<K: Ord, V> Pool<K, V> {
 
     /// Notes that an id is not used any more.
     pub(super) fn retire(&mut self, id: u16) {
+        self.changes += 1;
         self.retired.push_back(id);
     }
 
@@ -117,6 +129,7 @@ impl<K: Ord, V> Pool<K, V> {
             keep
         });
         self.retired.extend(&gone);
+        self.changes += gone.len() as u64;
         gone
     }
 

@@ -45,7 +45,15 @@ impl Planner {
 
     /// Tells that the last plan is in the maps: its resets are done and not asked for again. Until then every plan repeats them.
     pub fn applied(&mut self) {
-        self.ids.pending.clear();
+        if !self.ids.pending.is_empty() {
+            self.ids.pending.clear();
+            self.ids.changes += 1;
+        }
+    }
+
+    /// Grows whenever [`Self::ids`] has changed, so that what has not changed need not be written.
+    pub fn ids_revision(&self) -> u64 {
+        self.ids.revision()
     }
 
     /// Makes a plan. With a hub in Kubernetes, the plan of an inventory that is not complete must not be applied: it lacks what
@@ -81,7 +89,10 @@ impl Planner {
             &mut plan,
         );
         self.forget(complete, inventory, config, &site, &plan, &mut resets);
-        self.ids.pending.append(&mut resets);
+        if !resets.is_empty() {
+            self.ids.changes += 1;
+            self.ids.pending.append(&mut resets);
+        }
         plan.resets.clone_from(&self.ids.pending);
         plan.notices.sort();
         plan.notices.dedup();
@@ -188,7 +199,9 @@ impl Planner {
         let segments: BTreeSet<SegmentKey> = site.segments.keys().map(|&name| name.into()).collect();
         self.ids.segments.keep_only(|key| segments.contains(key));
         let live: BTreeSet<SegmentId> = plan.segments.keys().copied().collect();
+        let before = self.ids.targets.len();
         self.ids.targets.retain(|key, _| live.contains(&key.segment));
+        self.ids.changes += (before - self.ids.targets.len()) as u64;
     }
 
     /// Addresses whose Node object is gone, or is another's now.
@@ -211,6 +224,7 @@ impl Planner {
             if same {
                 continue;
             }
+            self.ids.changes += 1;
             match now {
                 Some((name, node)) => {
                     memory.node = Some((*name).clone());

@@ -715,7 +715,9 @@ fn ten_thousand_services_on_five_hundred_nodes_share_one_table() {
     let start = Instant::now();
     let ids = serde_json::to_vec(world.planner.ids()).unwrap();
     println!("{} bytes of ids: {:?}", ids.len(), start.elapsed());
+    let revision = world.planner.ids_revision();
     let (again, _) = plan_of(&mut world, "nothing changed");
+    assert_eq!(world.planner.ids_revision(), revision);
     assert!(again == after);
 }
 
@@ -873,8 +875,12 @@ proptest! {
                 }
             }
             let ids = world.planner.ids().clone();
+            let saved = (world.planner.ids_revision(), serde_json::to_string(&ids).unwrap());
             let plan = world.plan();
             check(&plan);
+            // The revision tells whether there is something to write.
+            let now = serde_json::to_string(world.planner.ids()).unwrap();
+            prop_assert!(now == saved.1 || world.planner.ids_revision() > saved.0);
             let assignments = world.ipam.assign(&world.config, &world.inventory, &world.host, &BTreeSet::new(), 0);
             let again = Planner::new(ids).plan(&world.config, &world.inventory, &assignments, &world.health, &world.host);
             prop_assert!(again == plan);
