@@ -63,6 +63,36 @@ pub(crate) struct Inputs {
     pub source_notices: Vec<Notice>,
 }
 
+/// What the addresses of Services were decided from.
+struct Assigned {
+    config: Arc<Config>,
+    inventory: Arc<Inventory>,
+    host: HostFacts,
+    taken: BTreeSet<(SegmentName, IpAddr)>,
+    /// Minute: reservations run out.
+    minute: i64,
+}
+
+impl Assigned {
+    fn from(config: &Arc<Config>, inputs: &Inputs, now: Timestamp) -> Self {
+        Self {
+            config: Arc::clone(config),
+            inventory: Arc::clone(&inputs.inventory),
+            host: inputs.host.clone(),
+            taken: inputs.taken.clone(),
+            minute: now.as_second() / 60,
+        }
+    }
+
+    fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.config, &other.config)
+            && Arc::ptr_eq(&self.inventory, &other.inventory)
+            && self.host == other.host
+            && self.taken == other.taken
+            && self.minute == other.minute
+    }
+}
+
 /// Counters since the start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Counts {
@@ -93,7 +123,9 @@ pub(crate) struct Core<M> {
     pub(super) config_status: ConfigStatus,
     pub(super) counts: Counts,
     pub(super) events: Events,
-    saved_ids: Option<Vec<u8>>,
+    assigned: Option<Assigned>,
+    /// Revision of the ids on disk.
+    saved_ids: Option<u64>,
     saved_generation: Option<u64>,
 }
 
@@ -116,6 +148,7 @@ impl<M: Maps> Core<M> {
             config_status,
             counts: Counts::default(),
             events: Events::default(),
+            assigned: None,
             saved_ids: None,
             saved_generation: None,
         }
@@ -132,10 +165,19 @@ impl<M: Maps> Core<M> {
             self.tell_notices(inputs, now);
             return true;
         }
-        let assignments =
-            self.ipam.assign(&self.config, &inputs.inventory, &inputs.host, &inputs.taken, now.as_second());
-        let plan = self.planner.plan(&self.config, &inputs.inventory, &assignments, &inputs.health, &inputs.host);
-        self.assignments = Arc::new(assignments);
+        let assigned = Assigned::from(&self.config, inputs, now);
+        // Nothing of it has changed when only a probe has: a node that dies must be out of the maps at once.
+        if !self.assigned.as_ref().is_some_and(|before| before.is_same(&assigned)) {
+            self.assignments = Arc::new(self.ipam.assign(
+                &self.config,
+                &inputs.inventory,
+                &inputs.host,
+                &inputs.taken,
+                now.as_second(),
+            ));
+            self.assigned = Some(assigned);
+        }
+        let plan = self.planner.plan(&self.config, &inputs.inventory, &self.assignments, &inputs.health, &inputs.host);
         self.keep_records(now);
         let done = if self.in_maps && *self.plan == plan { true } else { self.apply(plan, now) };
         self.tell_notices(inputs, now);
@@ -205,16 +247,13 @@ impl<M: Maps> Core<M> {
     }
 
     fn keep_ids(&mut self, now: Timestamp) {
-        // Serializing is cheaper than a second copy that would have to be compared and kept.
-        let ids = match serde_json::to_vec(self.planner.ids()) {
-            Ok(ids) => ids,
-            Err(error) => return self.tell(true, "StateNotSaved", &format!("ids: {error}"), now),
-        };
-        if self.saved_ids.as_ref() != Some(&ids) {
-            match self.state.save_bytes(IDS, &ids) {
-                Ok(()) => self.saved_ids = Some(ids),
-                Err(error) => self.tell(true, "StateNotSaved", &error.to_string(), now),
-            }
+        let revision = self.planner.ids_revision();
+        if self.saved_ids == Some(revision) {
+            return;
+        }
+        match self.state.save(IDS, self.planner.ids()) {
+            Ok(()) => self.saved_ids = Some(revision),
+            Err(error) => self.tell(true, "StateNotSaved", &error.to_string(), now),
         }
     }
 

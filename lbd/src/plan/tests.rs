@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use proptest::prelude::*;
 
@@ -679,17 +679,22 @@ fn crowd(services: u16, nodes: u16) -> World {
     world
 }
 
+/// What this thread has used of a processor: on a busy machine the clock on the wall measures the others.
+fn processor_time() -> Duration {
+    nix::time::clock_gettime(nix::time::ClockId::CLOCK_THREAD_CPUTIME_ID).unwrap().into()
+}
+
 #[test]
 fn ten_thousand_services_on_five_hundred_nodes_share_one_table() {
     let mut world = crowd(10_000, 500);
-    let mut assignments = world.ipam.assign(&world.config, &world.inventory, &world.host, &BTreeSet::new(), 0);
-    let start = Instant::now();
-    assignments = world.ipam.assign(&world.config, &world.inventory, &world.host, &BTreeSet::new(), 0);
-    println!("addresses again: {:?}", start.elapsed());
+    world.ipam.assign(&world.config, &world.inventory, &world.host, &BTreeSet::new(), 0);
+    let start = processor_time();
+    let assignments = world.ipam.assign(&world.config, &world.inventory, &world.host, &BTreeSet::new(), 0);
+    println!("addresses again: {:?}", processor_time() - start);
     let plan_of = |world: &mut World, what: &str| {
-        let start = Instant::now();
+        let start = processor_time();
         let plan = world.planner.plan(&world.config, &world.inventory, &assignments, &world.health, &world.host);
-        let took = start.elapsed();
+        let took = processor_time() - start;
         println!("{what}: {took:?}");
         world.planner.applied();
         (plan, took)
@@ -712,9 +717,9 @@ fn ten_thousand_services_on_five_hundred_nodes_share_one_table() {
     // Unoptimised builds get more time.
     let bound = if cfg!(debug_assertions) { Duration::from_secs(3) } else { Duration::from_millis(60) };
     assert!(took < bound, "{took:?}");
-    let start = Instant::now();
+    let start = processor_time();
     let ids = serde_json::to_vec(world.planner.ids()).unwrap();
-    println!("{} bytes of ids: {:?}", ids.len(), start.elapsed());
+    println!("{} bytes of ids: {:?}", ids.len(), processor_time() - start);
     let revision = world.planner.ids_revision();
     let (again, _) = plan_of(&mut world, "nothing changed");
     assert_eq!(world.planner.ids_revision(), revision);
