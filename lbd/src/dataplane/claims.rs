@@ -87,6 +87,8 @@ impl Claims {
                 rival: None,
             });
             match claim.state {
+                State::Ours { .. } if need => {}
+                _ if need && kept.contains(&place) => claim.state = ours,
                 State::Free { until } if need && until > now => claim.state = ours,
                 State::Free { .. } if need => claim.state = State::Probing { sent: 0, next: now, holder: None },
                 State::Ours { .. } if !need => claim.state = State::Free { until: now + BELIEVED },
@@ -253,6 +255,12 @@ mod tests {
     fn a_restart_keeps_what_was_answered_for() {
         let mut claims = Claims::default();
         let now = Instant::now();
+        claims.want(&BTreeSet::from([VIP]), &BTreeSet::new(), &BTreeSet::from([VIP]), now);
+        assert_eq!(claims.ours(), BTreeSet::from([VIP]));
+        // Also if it was checked ahead before the first plan came.
+        let mut claims = Claims::default();
+        claims.want(&BTreeSet::new(), &BTreeSet::from([VIP]), &BTreeSet::from([VIP]), now);
+        assert!(claims.ours().is_empty());
         claims.want(&BTreeSet::from([VIP]), &BTreeSet::new(), &BTreeSet::from([VIP]), now);
         assert_eq!(claims.ours(), BTreeSet::from([VIP]));
     }

@@ -249,6 +249,7 @@ impl Engine {
         let mut flows_reset = self.reset(&plan.resets, &mut writer);
         self.plan = plan.clone();
         self.claim_addresses(now);
+        self.kept.clear();
 
         // What is new, from the back to the front: whatever a packet finds leads to something complete.
         self.add_hops(&mut writer);

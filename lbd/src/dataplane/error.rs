@@ -33,7 +33,7 @@ pub enum DataplaneError {
     },
     /// Pins of another ABI.
     #[error(
-        "the datapath pinned at {} has map ABI {found}, this lbd has {wanted}: it keeps forwarding untouched; \
+        "the datapath pinned at {} has map ABI {found}, this lbd has ABI {wanted}: it keeps forwarding untouched; \
          run the lbd of ABI {found}, or `lbd detach` (connections are lost) and start again",
         path.display()
     )]

@@ -13,6 +13,9 @@ const LATER: Duration = Duration::from_secs(5);
 /// How often the kernel is made to look again after a neighbour that it does not keep fresh itself (before 5.16).
 const FRESHEN: Duration = Duration::from_secs(30);
 
+/// `ip neigh flush` goes over the table until it finds nothing, and gives up with an error if entries come back at once.
+const AFTER_FLUSH: Duration = Duration::from_millis(150);
+
 /// Attempts that were made.
 #[derive(Default)]
 pub(super) struct Resolver {
@@ -45,9 +48,14 @@ impl Resolver {
         due
     }
 
-    /// The entry is gone: try at once.
-    pub(super) fn gone(&mut self, place: Place) {
-        self.tried.remove(&place);
+    /// The entry is gone: try soon, but let whoever flushes the table finish.
+    pub(super) fn gone(&mut self, place: Place, now: Instant) {
+        self.tried.insert(place, (now + AFTER_FLUSH, 0));
+    }
+
+    /// When something is due next.
+    pub(super) fn next(&self) -> Option<Instant> {
+        self.tried.values().map(|&(next, _)| next).min()
     }
 }
 
@@ -80,8 +88,10 @@ mod tests {
         let table = Neighbours::from([(NODE, good)]);
         assert_eq!(resolver.due(&wanted, &Neighbours::new(), now), [NODE]);
         assert!(resolver.due(&wanted, &table, now).is_empty());
-        resolver.gone(NODE);
-        assert_eq!(resolver.due(&wanted, &Neighbours::new(), now), [NODE]);
+        resolver.gone(NODE, now);
+        assert!(resolver.due(&wanted, &Neighbours::new(), now).is_empty());
+        assert_eq!(resolver.next(), Some(now + AFTER_FLUSH));
+        assert_eq!(resolver.due(&wanted, &Neighbours::new(), now + AFTER_FLUSH), [NODE]);
     }
 
     #[test]

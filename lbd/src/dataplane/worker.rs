@@ -115,10 +115,12 @@ fn drain(mut woken: &UnixStream) {
 }
 
 fn netlink(shared: &Shared, mut events: Events, mut client: Client, woken: UnixStream) {
+    const PAUSE: Duration = Duration::from_secs(1);
     let mut resolver = Resolver::default();
     let mut attempts: BTreeMap<String, Instant> = BTreeMap::new();
     while !shared.stopping() {
-        wait(&[events.fd(), woken.as_raw_fd()], Duration::from_millis(500));
+        let pause = resolver.next().map_or(PAUSE, |next| next.saturating_duration_since(Instant::now()).min(PAUSE));
+        wait(&[events.fd(), woken.as_raw_fd()], pause);
         drain(&woken);
         let (mut ask_facts, mut ask_neighbours) = (false, false);
         let heard = events.read().unwrap_or_else(|error| {
@@ -133,7 +135,7 @@ fn netlink(shared: &Shared, mut events: Events, mut client: Client, woken: UnixS
                 }
                 Event::NeighbourGone(ifindex, address) => {
                     shared.engine().neighbour(ifindex, address, None);
-                    resolver.gone((ifindex, address));
+                    resolver.gone((ifindex, address), Instant::now());
                 }
                 Event::Lost => (ask_facts, ask_neighbours) = (true, true),
             }

@@ -1,0 +1,559 @@
+//! The data plane against the kernel, each test in network and mount namespaces of its own.
+//!
+//! `sudo -E cargo test -p lbd --test dataplane -- --ignored`, after `cargo xtask build`.
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, Ipv4Addr};
+use std::os::fd::{AsFd, AsRawFd};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use aya::maps::MapData;
+use lbd::config::{Config, Protocol, SegmentName};
+use lbd::dataplane::{self, Dataplane, DataplaneError, Mode, OBJECT, Pins};
+use lbd::plan::model::{
+    AddressPlan, BackendPlan, FrontendAddress, FrontendBackend, FrontendPlan, Plan, Reset, SegmentPlan, TenantPlan,
+};
+use lbd_common::abi::{self, ADDRESS_ANSWER, NEXT_HOP_RESOLVED};
+use nix::mount::{MsFlags, mount};
+use nix::sched::{CloneFlags, unshare};
+
+const VIP: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 34);
+const NODE: Ipv4Addr = Ipv4Addr::new(10, 0, 0, 11);
+
+/// Two veths, `ten0` and `hub0`, whose peers are in a namespace of their own, and a BPF file system.
+struct Bench {
+    directory: tempfile::TempDir,
+    /// Holds the peers' namespace.
+    peers: Child,
+}
+
+impl Drop for Bench {
+    fn drop(&mut self) {
+        let _ = self.peers.kill();
+        let _ = self.peers.wait();
+    }
+}
+
+fn run(command: &str) -> Result<String> {
+    let output = Command::new("sh").args(["-c", command]).stdin(Stdio::null()).output()?;
+    ensure!(output.status.success(), "{command}: {}", String::from_utf8_lossy(&output.stderr));
+    Ok(String::from_utf8(output.stdout)?)
+}
+
+impl Bench {
+    fn new() -> Result<Self> {
+        ensure!(!OBJECT.is_empty(), "no BPF object: run `cargo xtask build`");
+        unshare(CloneFlags::CLONE_NEWNET | CloneFlags::CLONE_NEWNS)?;
+        mount(None::<&str>, "/", None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&str>)?;
+        let directory = tempfile::tempdir()?;
+        let bpffs = directory.path().join("bpf");
+        std::fs::create_dir(&bpffs)?;
+        mount(Some("bpf"), &bpffs, Some("bpf"), MsFlags::empty(), None::<&str>)?;
+        let peers = Command::new("unshare").args(["--net", "sleep", "1000"]).spawn()?;
+        let bench = Self { directory, peers };
+        let ours = std::fs::read_link("/proc/thread-self/ns/net")?;
+        let deadline = Instant::now() + Duration::from_secs(5);
+        while std::fs::read_link(format!("/proc/{}/ns/net", bench.peers.id()))? == ours {
+            ensure!(Instant::now() < deadline, "the peers' namespace does not appear");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        run("ip link set lo up")?;
+        bench.veth("ten0", "192.0.2.2/24", "192.0.2.1/24")?;
+        bench.veth("hub0", "10.0.0.2/24", "10.0.0.11/24")?;
+        Ok(bench)
+    }
+
+    fn veth(&self, name: &str, ours: &str, theirs: &str) -> Result<()> {
+        run(&format!(
+            "ip link add {name} type veth peer name {name}p && ip link set {name}p netns {}",
+            self.peers.id()
+        ))?;
+        run(&format!("ip addr add {ours} dev {name} && ip link set {name} up"))?;
+        self.peer(&format!("ip addr add {theirs} dev {name}p && ip link set {name}p up && ip link set lo up"))?;
+        Ok(())
+    }
+
+    /// Runs a command where the peers are.
+    fn peer(&self, command: &str) -> Result<String> {
+        run(&format!("nsenter --net=/proc/{}/ns/net sh -c '{command}'", self.peers.id()))
+    }
+
+    fn bpffs(&self) -> PathBuf {
+        self.directory.path().join("bpf")
+    }
+
+    fn config(&self, mode: &str, max_flows: u32) -> Result<Config> {
+        let text = format!(
+            "version: 1\nhubs:\n  - name: hub\n    interface: hub0\ntenants:\n  - name: tenant-a\n    segment: {{ interface: ten0 }}\n    \
+             pools: [192.0.2.32-192.0.2.47]\ndatapath: {{ mode: {mode}, max_flows: {max_flows}, max_flows_v6: 1024, bpffs: {} }}\n\
+             state_dir: {}\n",
+            self.bpffs().display(),
+            self.directory.path().join("state").display()
+        );
+        lbd::config::parse(&text, "test.yaml").map_err(|error| anyhow::anyhow!("{error}"))
+    }
+
+    fn start(&self, mode: &str) -> Result<Dataplane> {
+        Ok(Dataplane::start(&self.config(mode, 4096)?, OBJECT)?)
+    }
+
+    fn pins(&self) -> Result<Pins> {
+        Ok(Pins::open(&self.bpffs())?)
+    }
+
+    /// The MAC in `ip link`'s words. (/sys shows the namespace that it was mounted in.)
+    fn mac(text: &str) -> Result<String> {
+        let at = text.find("link/ether ").context("link/ether")?;
+        Ok(text[at + 11..].split_whitespace().next().context("MAC")?.to_owned())
+    }
+
+    /// Id of the program at an interface and its mode, by iproute2.
+    fn attached(interface: &str) -> Result<Option<(u32, Mode)>> {
+        let text = run(&format!("ip -details link show dev {interface}"))?;
+        let Some(at) = text.find("prog/xdp id ") else { return Ok(None) };
+        let id = text[at + 12..].split_whitespace().next().context("id")?.parse()?;
+        let mode = if text.contains("xdpgeneric") { Mode::Generic } else { Mode::Native };
+        Ok(Some((id, mode)))
+    }
+}
+
+fn plan(vips: u8) -> Plan {
+    let segment = |interface: &str, network: &str, tenant_side: bool| SegmentPlan {
+        name: SegmentName { interface: interface.into(), vlan: None },
+        tenant_side,
+        hub_side: !tenant_side,
+        tenant: u16::from(tenant_side),
+        networks: vec![network.parse().unwrap()],
+        gateways: if tenant_side { vec!["192.0.2.1".parse().unwrap()] } else { Vec::new() },
+    };
+    let mut plan = Plan::default();
+    plan.segments.insert(1, segment("ten0", "192.0.2.0/24", true));
+    plan.segments.insert(2, segment("hub0", "10.0.0.0/24", false));
+    plan.tenants.insert(1, TenantPlan { name: "tenant-a".into(), max_flows: 100, ..TenantPlan::default() });
+    let hub = IpAddr::from([10, 0, 0, 2]);
+    plan.addresses.insert((2, hub), AddressPlan { snat: Some((1024, 32767)), host: true, ..AddressPlan::default() });
+    let node = IpAddr::V4(NODE);
+    plan.backends.insert(1, BackendPlan { address: node, port: 0, segment: 2, node: None, eligible: true });
+    plan.tables.push(vec![1; 1021].into());
+    for number in 0..vips {
+        let mut octets = VIP.octets();
+        octets[3] += number;
+        let vip = IpAddr::from(octets);
+        plan.addresses.insert((1, vip), AddressPlan { vip: true, tenant: 1, ..AddressPlan::default() });
+        let backend =
+            FrontendBackend { id: 1, address: node, port: 0, node: None, weight: 1, serving: true, probed: true };
+        plan.frontends.insert(
+            FrontendAddress { segment: 1, vip, port: 6443, protocol: Protocol::Tcp },
+            FrontendPlan {
+                id: u16::from(number) + 1,
+                tenant: 1,
+                name: "api".into(),
+                service: None,
+                service_uid: String::new(),
+                source_affinity: false,
+                preserve_client: false,
+                unserved_drop: false,
+                target_port: 30918,
+                snat: Some(hub),
+                snat_ports: (1024, 32767),
+                table: Some(0),
+                backends: vec![backend].into(),
+                probe: None,
+                reset_on_down: false,
+            },
+        );
+    }
+    plan
+}
+
+fn eventually(limit: Duration, what: &str, mut check: impl FnMut() -> Result<bool>) -> Result<Duration> {
+    let start = Instant::now();
+    while start.elapsed() < limit {
+        if check()? {
+            return Ok(start.elapsed());
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    bail!("{what}: not within {limit:?}")
+}
+
+/// A refused start, as text.
+fn refused(result: Result<Dataplane, DataplaneError>) -> Result<String> {
+    match result {
+        Ok(_) => bail!("started"),
+        Err(error) => Ok(error.to_string()),
+    }
+}
+
+#[test]
+#[ignore = "needs root"]
+fn a56_restarts_keep_the_program_and_change_nothing() -> Result<()> {
+    let bench = Bench::new()?;
+    for mode in ["native", "generic"] {
+        let wanted = if mode == "native" { Mode::Native } else { Mode::Generic };
+        let mut first = bench.start(mode)?;
+        let applied = first.apply(&plan(3))?;
+        assert!(applied.map_writes > 0);
+        assert_eq!(first.apply(&plan(3))?.map_writes, 0);
+        let program = Bench::attached("ten0")?;
+        assert_eq!(program.map(|(_, mode)| mode), Some(wanted));
+        eventually(Duration::from_secs(3), "the VIPs are answered for", || {
+            let answered =
+                bench.pins()?.addresses()?.iter().filter(|(_, value)| value.flags & ADDRESS_ANSWER != 0).count();
+            Ok(answered == 3)
+        })?;
+        drop(first);
+        assert_eq!(Bench::attached("ten0")?, program, "a stopped agent leaves its program");
+        for _ in 0..5 {
+            let mut again = bench.start(mode)?;
+            assert_eq!(again.apply(&plan(3))?.map_writes, 0, "a restart writes nothing");
+            assert_eq!(Bench::attached("ten0")?, program);
+            assert!(again.notices().borrow().is_empty());
+        }
+        let links = std::fs::read_dir(bench.bpffs().join("lbd/links"))?.count();
+        let stages = std::fs::read_dir(bench.bpffs().join("lbd/v1"))?
+            .filter(|entry| {
+                entry.as_ref().is_ok_and(|entry| entry.file_name().to_string_lossy().starts_with("stages-"))
+            })
+            .count();
+        assert_eq!((links, stages), (2, 2));
+        let detached = dataplane::detach(&bench.bpffs())?;
+        assert_eq!(detached.interfaces.len(), 2);
+        assert_eq!(Bench::attached("ten0")?, None);
+    }
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs root"]
+fn a57_detach_works_from_the_pins_alone_and_twice() -> Result<()> {
+    let bench = Bench::new()?;
+    let mut agent = bench.start("auto")?;
+    agent.apply(&plan(1))?;
+    eventually(Duration::from_secs(3), "the node is resolved", || {
+        Ok(bench
+            .pins()?
+            .next_hops()?
+            .values()
+            .any(|(address, hop)| *address == Some(IpAddr::V4(NODE)) && hop.flags & NEXT_HOP_RESOLVED != 0))
+    })?;
+    drop(agent);
+    let detached = dataplane::detach(&bench.bpffs())?;
+    assert!(detached.maps > 18 && detached.neighbours >= 1, "{detached:?}");
+    assert!(!bench.bpffs().join("lbd").exists());
+    assert_eq!(Bench::attached("hub0")?, None);
+    assert!(!run("ip neigh show")?.contains("managed"));
+    assert!(dataplane::detach(&bench.bpffs())?.is_empty());
+    assert!(matches!(Pins::open(&bench.bpffs()), Err(DataplaneError::NotThere { .. })));
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs root"]
+fn a58_a_left_over_of_ours_is_replaced_in_either_mode() -> Result<()> {
+    let bench = Bench::new()?;
+    // The mode changes.
+    drop(bench.start("generic")?);
+    let before = Bench::attached("ten0")?;
+    assert_eq!(before.map(|(_, mode)| mode), Some(Mode::Generic));
+    drop(bench.start("native")?);
+    assert_eq!(Bench::attached("ten0")?.map(|(_, mode)| mode), Some(Mode::Native));
+    // The pin is gone, but somebody holds the link.
+    let path = bench.bpffs().join("lbd/links/ten0");
+    let held = aya::programs::links::PinnedLink::from_pin(&path)?;
+    std::fs::remove_file(&path)?;
+    assert!(Bench::attached("ten0")?.is_some());
+    drop(bench.start("native")?);
+    assert_eq!(Bench::attached("ten0")?.map(|(_, mode)| mode), Some(Mode::Native));
+    drop(held);
+    assert!(Bench::attached("ten0")?.is_some());
+    let pins = bench.pins()?.attached()?;
+    assert!(pins.iter().all(|attached| attached.mode == Some(Mode::Native)), "{pins:?}");
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs root"]
+fn a24_a_foreign_program_is_not_touched() -> Result<()> {
+    let bench = Bench::new()?;
+    let mut loader = aya::EbpfLoader::new();
+    for map in ["flows4", "ageing4", "half_open4", "reasons", "frontend_count"] {
+        loader.map_max_entries(map, 16);
+    }
+    let mut foreign = loader.load(OBJECT)?;
+    let program: &mut aya::programs::Xdp = foreign.program_mut("lbd_pass").context("lbd_pass")?.try_into()?;
+    program.load()?;
+    let id = program.info()?.id();
+    let link = program.attach("ten0", aya::programs::XdpMode::Driver)?;
+    let error = refused(Dataplane::start(&bench.config("auto", 4096)?, OBJECT))?;
+    assert!(error.contains("ten0") && error.contains("\"lbd_pass\"") && error.contains(&format!("id {id}")), "{error}");
+    assert!(error.contains("bpf_link"), "{error}");
+    assert_eq!(Bench::attached("ten0")?.map(|(id, _)| id), Some(id));
+    assert_eq!(Bench::attached("hub0")?, None, "nothing half attached");
+    assert!(!bench.bpffs().join("lbd").exists(), "nothing left behind");
+    program.detach(link)?;
+    let pin = bench.bpffs().join("foreign");
+    program.pin(&pin)?;
+    if run(&format!("ip link set dev ten0 xdpgeneric pinned {}", pin.display())).is_ok() {
+        let error = refused(Dataplane::start(&bench.config("auto", 4096)?, OBJECT))?;
+        assert!(error.contains("by netlink") && error.contains("ip link set dev ten0 xdpgeneric off"), "{error}");
+        run("ip link set dev ten0 xdpgeneric off")?;
+    } else {
+        eprintln!("skipped: this iproute2 cannot attach a pinned program");
+    }
+    drop(bench.start("auto")?);
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs root"]
+fn a18_a_large_mtu_is_refused_with_its_limit_or_falls_back() -> Result<()> {
+    let bench = Bench::new()?;
+    run("ip link set dev ten0 mtu 9000")?;
+    bench.peer("ip link set dev ten0p mtu 9000")?;
+    let error = refused(Dataplane::start(&bench.config("native", 4096)?, OBJECT))?;
+    assert!(error.contains("ten0") && error.contains("9000") && error.contains("3506"), "{error}");
+    assert_eq!((Bench::attached("hub0")?, Bench::attached("ten0")?), (None, None), "nothing half attached");
+    assert!(!bench.bpffs().join("lbd").exists());
+    let agent = bench.start("auto")?;
+    let modes: BTreeMap<String, Option<Mode>> =
+        agent.attached().into_iter().map(|attached| (attached.interface, attached.mode)).collect();
+    assert_eq!((modes["ten0"], modes["hub0"]), (Some(Mode::Generic), Some(Mode::Native)));
+    eventually(Duration::from_secs(2), "the notice", || {
+        Ok(agent
+            .notices()
+            .borrow()
+            .iter()
+            .any(|notice| notice.reason == "GenericMode" && notice.message.contains("9000")))
+    })?;
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs root"]
+fn a26_flushed_neighbours_come_back() -> Result<()> {
+    let bench = Bench::new()?;
+    let mut agent = bench.start("auto")?;
+    agent.apply(&plan(1))?;
+    let pins = bench.pins()?;
+    let resolved = |address: Ipv4Addr| -> Result<bool> {
+        let hops = pins.next_hops()?;
+        Ok(hops.values().any(|(found, hop)| *found == Some(IpAddr::V4(address)) && hop.flags & NEXT_HOP_RESOLVED != 0))
+    };
+    let gateway = Ipv4Addr::new(192, 0, 2, 1);
+    for (address, interface) in [(NODE, "hub0"), (gateway, "ten0")] {
+        eventually(Duration::from_millis(1500), "resolved", || resolved(address))?;
+        for _ in 0..3 {
+            run(&format!("ip neigh flush dev {interface}"))?;
+            assert!(resolved(address)?, "the last MAC is kept");
+            eventually(Duration::from_millis(1500), "back in the kernel's table", || {
+                let text = run(&format!("ip neigh show {address} dev {interface}"))?;
+                Ok(text.contains("lladdr") && text.contains("managed"))
+            })?;
+        }
+    }
+    // A node that gets another MAC.
+    bench.peer("ip link set hub0p down && ip link set hub0p address 02:00:00:00:0a:99 && ip link set hub0p up")?;
+    bench.peer("ip addr replace 10.0.0.11/24 dev hub0p")?;
+    run("ip neigh flush dev hub0")?;
+    eventually(Duration::from_secs(3), "the new MAC", || {
+        Ok(pins.next_hops()?.values().any(|(_, hop)| hop.destination == [2, 0, 0, 0, 0x0a, 0x99]))
+    })?;
+    assert_eq!(run("cat /proc/sys/net/ipv4/ip_forward")?.trim(), "0");
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs root"]
+fn an_address_that_another_station_has_is_taken_over_when_that_stops() -> Result<()> {
+    let bench = Bench::new()?;
+    bench.peer(&format!("ip addr add {VIP}/24 dev ten0p"))?;
+    let mut agent = bench.start("auto")?;
+    agent.apply(&plan(1))?;
+    let pins = bench.pins()?;
+    let answered = || -> Result<bool> {
+        let found = pins.addresses()?;
+        Ok(found
+            .iter()
+            .any(|(key, value)| abi::unmapped(&key.address) == VIP.octets() && value.flags & ADDRESS_ANSWER != 0))
+    };
+    let taken = agent.taken();
+    eventually(Duration::from_secs(2), "the conflict", || {
+        Ok(taken.borrow().iter().any(|(segment, address)| segment.interface == "ten0" && *address == IpAddr::V4(VIP)))
+    })?;
+    let mac = Bench::mac(&bench.peer("ip link show dev ten0p")?)?;
+    let notices = agent.notices().borrow().clone();
+    assert!(
+        notices.iter().any(|notice| notice.reason == "AddressConflict" && notice.message.contains(mac.trim())),
+        "{notices:?}"
+    );
+    std::thread::sleep(Duration::from_millis(1500));
+    assert!(!answered()?);
+    bench.peer(&format!("ip addr del {VIP}/24 dev ten0p"))?;
+    let took = eventually(Duration::from_secs(7), "taken over", answered)?;
+    eprintln!("taken over after {took:?}");
+    assert!(taken.borrow().is_empty());
+    // The peer believes the announcement and reaches the VIP at our MAC.
+    eventually(Duration::from_secs(2), "no more notices", || Ok(agent.notices().borrow().is_empty()))?;
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs root"]
+fn an_address_checked_ahead_is_answered_at_once() -> Result<()> {
+    let bench = Bench::new()?;
+    let mut agent = bench.start("auto")?;
+    // 192.0.2.32–35 are checked ahead.
+    std::thread::sleep(Duration::from_secs(2));
+    agent.apply(&plan(1))?;
+    let answered = bench.pins()?.addresses()?.iter().filter(|(_, value)| value.flags & ADDRESS_ANSWER != 0).count();
+    assert_eq!(answered, 1);
+    bench.peer("ip neigh flush dev ten0p")?;
+    let mac = Bench::mac(&run("ip link show dev ten0")?)?;
+    // Only the datapath can answer: the VIP is on no interface.
+    bench.peer(&format!("ip neigh replace {VIP} dev ten0p use"))?;
+    eventually(Duration::from_secs(1), "the datapath answers", || {
+        Ok(bench.peer(&format!("ip neigh show {VIP}"))?.contains(&mac))
+    })?;
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs root"]
+fn pins_of_another_shape_or_abi_are_refused_and_keep_forwarding() -> Result<()> {
+    let bench = Bench::new()?;
+    drop(bench.start("native")?);
+    let program = Bench::attached("ten0")?;
+    let error = refused(Dataplane::start(&bench.config("native", 8192)?, OBJECT))?;
+    assert!(error.contains("ageing4") || error.contains("flows4"), "{error}");
+    assert!(
+        error.contains("8192 entries") && error.contains("16384 entries") && error.contains("max_flows to 4096"),
+        "{error}"
+    );
+    assert_eq!(Bench::attached("ten0")?, program);
+    std::fs::create_dir(bench.bpffs().join("lbd/v999"))?;
+    MapData::from_pin(bench.bpffs().join("lbd/v1/settings"))?.pin(bench.bpffs().join("lbd/v999/settings"))?;
+    let error = refused(Dataplane::start(&bench.config("native", 4096)?, OBJECT))?;
+    assert!(error.contains("ABI 999") && error.contains("ABI 1"), "{error}");
+    assert_eq!(Bench::attached("ten0")?, program);
+    dataplane::detach(&bench.bpffs())?;
+    assert!(!bench.bpffs().join("lbd").exists());
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs root"]
+fn what_is_missing_is_named_with_its_remedy() -> Result<()> {
+    let bench = Bench::new()?;
+    let mut config = bench.config("auto", 4096)?;
+    config.datapath.bpffs = bench.directory.path().to_owned();
+    let error = refused(Dataplane::start(&config, OBJECT))?;
+    assert!(error.contains("mount -t bpf bpf"), "{error}");
+    let error = refused(Dataplane::start(&config, &[]))?;
+    assert!(error.contains("cargo xtask build"), "{error}");
+    let mut config = bench.config("auto", 4096)?;
+    config.hub.segment.interface = "absent0".into();
+    let error = refused(Dataplane::start(&config, OBJECT))?;
+    assert!(error.contains("absent0 does not exist"), "{error}");
+    let problems = dataplane::preflight(&config);
+    assert!(problems.iter().any(|problem| problem.fatal && problem.subject == "absent0"), "{problems:?}");
+    // A15, A16: the peers are out of sight.
+    assert!(problems.iter().any(|problem| !problem.fatal && problem.message.contains("ethtool -K PEER tx off")));
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs root"]
+fn map_memory_follows_its_formula() -> Result<()> {
+    let bench = Bench::new()?;
+    let config = bench.config("auto", 65536)?;
+    let _agent = Dataplane::start(&config, OBJECT)?;
+    let cpus = aya::util::nr_cpus().map_err(|(path, error)| anyhow::anyhow!("{path}: {error}"))? as u32;
+    for (name, wanted) in dataplane::map_memory(&config, cpus) {
+        let map = MapData::from_pin(bench.bpffs().join("lbd/v1").join(name))?;
+        let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", map.fd().as_fd().as_raw_fd()))?;
+        let found: u64 =
+            info.lines().find_map(|line| line.strip_prefix("memlock:")).context("memlock")?.trim().parse()?;
+        eprintln!("{name}: {found} bytes, formula {wanted}");
+        // Maps that allocate as they fill count what is in them only.
+        let preallocated = ![lbd_common::abi::names::ADDRESSES, lbd_common::abi::names::FRONTENDS].contains(&name);
+        if preallocated {
+            assert!(found.abs_diff(wanted) <= wanted / 50 + 4096, "{name}: {found} bytes, formula {wanted}");
+        } else {
+            assert!(found <= wanted + 4096, "{name}: {found} bytes, formula {wanted}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs root"]
+fn an_interface_made_anew_is_attached_again() -> Result<()> {
+    let bench = Bench::new()?;
+    let mut agent = bench.start("auto")?;
+    agent.apply(&plan(1))?;
+    run("ip link del ten0")?;
+    bench.veth("ten0", "192.0.2.2/24", "192.0.2.1/24")?;
+    eventually(Duration::from_secs(3), "attached again", || Ok(Bench::attached("ten0")?.is_some()))?;
+    let mac = Bench::mac(&run("ip link show dev ten0")?)?;
+    eventually(Duration::from_secs(1), "the segment has the new MAC", || {
+        let segments = bench.pins()?.segments()?;
+        Ok(segments.values().any(|segment| segment.mac.map(|byte| format!("{byte:02x}")).join(":") == mac.trim()))
+    })?;
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs root"]
+fn a_plan_comes_and_goes_through_the_real_maps() -> Result<()> {
+    let bench = Bench::new()?;
+    let mut agent = bench.start("auto")?;
+    let many = plan(10);
+    agent.fail_writes("frontends", 2);
+    assert!(matches!(agent.apply(&many), Err(DataplaneError::Partial { failed: 2, .. })));
+    assert_eq!(bench.pins()?.frontends()?.len(), 8);
+    assert_eq!(agent.apply(&many)?.map_writes, 2);
+    let pins = bench.pins()?;
+    let frontends = pins.frontends()?;
+    assert_eq!((frontends.len(), pins.backends()?.len(), pins.segments()?.len()), (10, 1, 2));
+    assert_eq!(pins.table(&frontends[0])?, vec![1; 1021]);
+    assert!(pins.tenants()?.contains_key(&1));
+    assert!(pins.flows()?.is_empty() && pins.half_open()?.is_empty());
+    assert!(pins.fill()?.iter().any(|fill| fill.name == "maglev" && fill.used == Some(32)));
+    let (first, settings) = (pins.now()?, pins.settings()?);
+    std::thread::sleep(Duration::from_millis(500));
+    let ticks = pins.now()?.wrapping_sub(first);
+    let wanted = settings.ticks_per_second_256 / 512;
+    assert!(ticks.abs_diff(wanted) <= 2, "{ticks} ticks in half a second, wanted {wanted}");
+    assert!(pins.reasons().is_ok() && pins.frontend_counters()?.is_empty());
+    let mut fewer = plan(1);
+    fewer.resets.extend((2..=10).map(Reset::Frontend));
+    agent.apply(&fewer)?;
+    assert_eq!((pins.frontends()?.len(), pins.backends()?.len()), (1, 1));
+    agent.apply(&Plan::default())?;
+    assert_eq!((pins.frontends()?.len(), pins.backends()?.len(), pins.segments()?.len()), (0, 0, 0));
+    assert!(pins.addresses()?.is_empty());
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs root"]
+fn directories_are_closed_to_others_and_names_with_dots_work() -> Result<()> {
+    use std::os::unix::fs::PermissionsExt;
+    let bench = Bench::new()?;
+    run("ip link set ten0 down && ip link set ten0 name ten.7 && ip link set ten.7 up")?;
+    let mut config = bench.config("auto", 4096)?;
+    config.tenants[0].segment.interface = "ten.7".into();
+    let _agent = Dataplane::start(&config, OBJECT)?;
+    for path in ["lbd", "lbd/v1", "lbd/links"] {
+        let mode = std::fs::metadata(bench.bpffs().join(path))?.permissions().mode();
+        assert_eq!(mode & 0o777, 0o700, "{path}");
+    }
+    assert!(Path::new(&bench.bpffs().join("lbd/links/ten:7")).exists());
+    let names: Vec<String> = bench.pins()?.attached()?.into_iter().map(|attached| attached.interface).collect();
+    assert_eq!(names, ["hub0", "ten.7"]);
+    Ok(())
+}
