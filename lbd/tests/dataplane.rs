@@ -120,6 +120,7 @@ impl Bench {
     }
 }
 
+#[expect(clippy::unwrap_used, reason = "constant text")]
 fn plan(vips: u8) -> Plan {
     let segment = |interface: &str, network: &str, tenant_side: bool| SegmentPlan {
         name: SegmentName { interface: interface.into(), vlan: None },
@@ -479,7 +480,7 @@ fn map_memory_follows_its_formula() -> Result<()> {
             info.lines().find_map(|line| line.strip_prefix("memlock:")).context("memlock")?.trim().parse()?;
         eprintln!("{name}: {found} bytes, formula {wanted}");
         // Maps that allocate as they fill count what is in them only.
-        let preallocated = ![lbd_common::abi::names::ADDRESSES, lbd_common::abi::names::FRONTENDS].contains(&name);
+        let preallocated = ![abi::names::ADDRESSES, abi::names::FRONTENDS].contains(&name);
         if preallocated {
             assert!(found.abs_diff(wanted) <= wanted / 50 + 4096, "{name}: {found} bytes, formula {wanted}");
         } else {

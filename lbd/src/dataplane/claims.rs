@@ -19,9 +19,9 @@ const RETRY: Duration = Duration::from_secs(5);
 const ANNOUNCEMENTS: u8 = 3;
 const ANNOUNCE_SPACING: Duration = Duration::from_secs(1);
 /// Between announcements afterwards.
-const REANNOUNCE: Duration = Duration::from_secs(60);
+const REANNOUNCE: Duration = Duration::from_mins(1);
 /// How long a check ahead of need is believed.
-const BELIEVED: Duration = Duration::from_secs(60);
+const BELIEVED: Duration = Duration::from_mins(1);
 /// At most one defence of an address in this time (RFC 5227 §2.4 (b)).
 const DEFEND: Duration = Duration::from_secs(10);
 
@@ -235,7 +235,7 @@ mod tests {
         let (actions, now) = run(&mut claims, start, Duration::from_secs(10));
         assert_eq!(actions, [[Action::Probe(VIP); 3], [Action::Announce(VIP); 3]].concat());
         assert_eq!(claims.ours(), BTreeSet::from([VIP]));
-        let (actions, _) = run(&mut claims, now, Duration::from_secs(60));
+        let (actions, _) = run(&mut claims, now, Duration::from_mins(1));
         assert_eq!(actions, [Action::Announce(VIP)]);
     }
 

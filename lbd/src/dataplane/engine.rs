@@ -364,13 +364,13 @@ impl Engine {
                     self.next_index += 1;
                     (self.next_index - 1) as u16
                 }
-                None => match self.recycle_hop(&wanted) {
-                    Some(index) => index,
-                    None => {
+                None => {
+                    let Some(index) = self.recycle_hop(&wanted) else {
                         writer.fail(DataplaneError::NextHopsFull.to_string());
                         continue;
-                    }
-                },
+                    };
+                    index
+                }
             };
             // The record first: an index without a record could be given away again by the next agent.
             if self.tables.records.put(u32::from(index), key.record(address), writer) {
@@ -764,7 +764,7 @@ pub(super) fn settings(config: &Config, seed: [u64; 2], hertz: u32) -> Settings 
         abi: abi::ABI_VERSION,
         flags: 0,
         seed,
-        ticks_per_second_256: hertz * 256 >> abi::TICK_SHIFT,
+        ticks_per_second_256: (hertz * 256) >> abi::TICK_SHIFT,
         tcp_established: pick(|timeouts| timeouts.tcp_established, 86_400),
         tcp_half_open: pick(|timeouts| timeouts.tcp_half_open, 30),
         tcp_fin: pick(|timeouts| timeouts.tcp_fin, 60),

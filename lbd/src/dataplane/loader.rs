@@ -355,7 +355,7 @@ impl Loader {
                 let name = program_name(xdp.program_id);
                 if name.as_deref() != Some(names::PROGRAM) {
                     let link = bpf::link_of(index, xdp.program_id).ok().flatten().map(|(_, info)| info.id);
-                    return Err(foreign(interface, xdp, name, link, xdp.mode));
+                    return Err(foreign(interface, *xdp, name, link, xdp.mode));
                 }
             }
         }
@@ -411,7 +411,7 @@ impl Loader {
                         "{interface}: lbd's program leaves {} mode: packets are lost for a moment",
                         held.mode.as_str()
                     );
-                    self.let_go(interface, held)?;
+                    self.let_go(interface, &held)?;
                 }
                 let (link, mode, warning) = self.create_link(interface, index, &details, loaded)?;
                 (link, mode, program.id, warning)
@@ -469,7 +469,7 @@ impl Loader {
                         .map_err(DataplaneError::system(format!("cannot detach lbd's own left-over at {interface}")))?;
                 }
                 (_, link, mode) => {
-                    return Err(foreign(interface, xdp, name, link.ok().flatten().map(|(_, info)| info.id), mode));
+                    return Err(foreign(interface, *xdp, name, link.ok().flatten().map(|(_, info)| info.id), mode));
                 }
             }
         }
@@ -545,7 +545,7 @@ impl Loader {
             .map_err(DataplaneError::system(format!("cannot pin the attachment at {}", path.display())))
     }
 
-    fn let_go(&self, interface: &str, held: Held) -> Result<(), DataplaneError> {
+    fn let_go(&self, interface: &str, held: &Held) -> Result<(), DataplaneError> {
         bpf::link_detach(held.link.as_fd())
             .map_err(DataplaneError::system(format!("cannot detach lbd's own program from {interface}")))?;
         match fs::remove_file(self.paths.link(interface)) {
@@ -686,7 +686,7 @@ fn program_name(id: u32) -> Option<String> {
 
 fn foreign(
     interface: &str,
-    xdp: &InterfaceXdp,
+    xdp: InterfaceXdp,
     name: Option<String>,
     link: Option<u32>,
     mode: Option<Mode>,
@@ -962,9 +962,9 @@ mod tests {
     #[test]
     fn a_foreign_program_is_named_with_its_owner() {
         let xdp = InterfaceXdp { mode: Some(Mode::Native), program_id: 42 };
-        let by_link = foreign("ten0", &xdp, Some("xdp_fw".into()), Some(9), xdp.mode).to_string();
+        let by_link = foreign("ten0", xdp, Some("xdp_fw".into()), Some(9), xdp.mode).to_string();
         assert!(by_link.contains("\"xdp_fw\" (id 42)") && by_link.contains("bpf_link 9"), "{by_link}");
-        let by_netlink = foreign("ten0", &xdp, Some("xdp_fw".into()), None, xdp.mode).to_string();
+        let by_netlink = foreign("ten0", xdp, Some("xdp_fw".into()), None, xdp.mode).to_string();
         assert!(
             by_netlink.contains("by netlink") && by_netlink.contains("ip link set dev ten0 xdpdrv off"),
             "{by_netlink}"

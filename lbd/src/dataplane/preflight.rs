@@ -136,7 +136,7 @@ fn nic(config: &Config, interface: &str, details: &LinkDetails, client: &mut Cli
         match config.datapath.mode {
             XdpMode::Native => problems.push(problem(true, interface, message)),
             XdpMode::Auto | XdpMode::Generic => {
-                problems.push(problem(false, interface, format!("{message}, else generic mode is used")))
+                problems.push(problem(false, interface, format!("{message}, else generic mode is used")));
             }
         }
     }

@@ -57,6 +57,7 @@ impl Regions {
     }
 
     /// Chunks that are free.
+    #[cfg(test)]
     pub(super) fn free(&self) -> u32 {
         self.free.values().sum()
     }

@@ -75,9 +75,9 @@ impl Workers {
         workers.wakers = vec![waker, waker2, waker3];
         let spawn =
             |name: &str, body: Box<dyn FnOnce() + Send>| std::thread::Builder::new().name(name.to_owned()).spawn(body);
-        workers.threads.push(spawn("lbd-netlink", Box::new(move || netlink(&for_netlink, events, client, woken)))?);
-        workers.threads.push(spawn("lbd-addresses", Box::new(move || addresses(&for_addresses, woken2)))?);
-        workers.threads.push(spawn("lbd-flows", Box::new(move || flows(&for_flows, woken3)))?);
+        workers.threads.push(spawn("lbd-netlink", Box::new(move || netlink(&for_netlink, events, client, &woken)))?);
+        workers.threads.push(spawn("lbd-addresses", Box::new(move || addresses(&for_addresses, &woken2)))?);
+        workers.threads.push(spawn("lbd-flows", Box::new(move || flows(&for_flows, &woken3)))?);
         Ok(workers)
     }
 
@@ -114,14 +114,14 @@ fn drain(mut woken: &UnixStream) {
     while woken.read(&mut buffer).is_ok_and(|length| length == buffer.len()) {}
 }
 
-fn netlink(shared: &Shared, mut events: Events, mut client: Client, woken: UnixStream) {
+fn netlink(shared: &Shared, mut events: Events, mut client: Client, woken: &UnixStream) {
     const PAUSE: Duration = Duration::from_secs(1);
     let mut resolver = Resolver::default();
     let mut attempts: BTreeMap<String, Instant> = BTreeMap::new();
     while !shared.stopping() {
         let pause = resolver.next().map_or(PAUSE, |next| next.saturating_duration_since(Instant::now()).min(PAUSE));
         wait(&[events.fd(), woken.as_raw_fd()], pause);
-        drain(&woken);
+        drain(woken);
         let (mut ask_facts, mut ask_neighbours) = (false, false);
         let heard = events.read().unwrap_or_else(|error| {
             tracing::warn!("netlink events: {error}");
@@ -208,7 +208,7 @@ fn new_facts(shared: &Shared, facts: HostFacts, attempts: &mut BTreeMap<String, 
     shared.facts.send_replace(facts);
 }
 
-fn addresses(shared: &Shared, woken: UnixStream) {
+fn addresses(shared: &Shared, woken: &UnixStream) {
     let mut sockets: BTreeMap<u32, ArpSocket> = BTreeMap::new();
     let mut answered = BTreeSet::new();
     let mut buffer = [0; 2048];
@@ -217,7 +217,7 @@ fn addresses(shared: &Shared, woken: UnixStream) {
         let mut descriptors: Vec<i32> = sockets.values().map(ArpSocket::fd).collect();
         descriptors.push(woken.as_raw_fd());
         wait(&descriptors, timeout);
-        drain(&woken);
+        drain(woken);
         let mut heard: Vec<(u32, Heard)> = Vec::new();
         for socket in sockets.values() {
             while let Some(frame) = socket.receive(&mut buffer) {
@@ -322,13 +322,13 @@ fn replace<T: PartialEq>(old: &mut T, new: T) -> bool {
     changed
 }
 
-fn flows(shared: &Shared, woken: UnixStream) {
+fn flows(shared: &Shared, woken: &UnixStream) {
     /// Seconds in which the clock hand passes over all flows, at least.
     const ROUND: u64 = 8;
     let mut last = Instant::now();
     while !shared.stopping() {
         wait(&[woken.as_raw_fd()], Duration::from_secs(1));
-        drain(&woken);
+        drain(woken);
         let retired = shared.engine().take_retired();
         if !retired.is_empty() {
             bpf::barrier();
