@@ -221,6 +221,34 @@ impl<M: Maps> Core<M> {
         self.events.tell(Happening { warning, reason, message: message.to_owned(), ..Happening::default() }, now);
     }
 
+    /// Tells which backends have come or gone. A first result is told only if it is bad.
+    pub(super) fn tell_health(&mut self, before: &Health, after: &Health, now: Timestamp) {
+        /// Single backends told in one round; more than that are a number.
+        const TOLD: usize = 32;
+        let mut changes = Vec::new();
+        for (target, known) in after {
+            let was = before.get(target).and_then(|was| was.up);
+            if let Some(up) = known.up
+                && was != Some(up)
+                && !(up && was.is_none())
+            {
+                changes.push((target, up, known.cause.as_str()));
+            }
+        }
+        let rest = changes.split_off(changes.len().min(TOLD));
+        for (target, up, cause) in changes {
+            let state = if up { "up" } else { "down" };
+            let reason = if up { "BackendUp" } else { "BackendDown" };
+            let socket = std::net::SocketAddr::new(target.address, target.port);
+            self.tell(!up, reason, &format!("{socket} on {} is {state}: {cause}", target.interface), now);
+        }
+        if !rest.is_empty() {
+            let down = rest.iter().filter(|(_, up, _)| !up).count();
+            let text = format!("{down} more backends are down, {} more are up", rest.len() - down);
+            self.tell(down > 0, "BackendsChanged", &text, now);
+        }
+    }
+
     fn tell_notices(&mut self, inputs: &Inputs, now: Timestamp) {
         let all = self
             .assignments
@@ -416,6 +444,32 @@ mod tests {
         bench.inputs.inventory = Arc::new(Inventory { complete: true, ..Inventory::default() });
         assert!(bench.round());
         assert_eq!(bench.maps.0.borrow().plans.len(), 1);
+    }
+
+    #[test]
+    fn backends_that_come_and_go_are_events() {
+        let mut bench = Bench::new();
+        bench.round();
+        let target = bench.core.plan.probes.first().unwrap().clone();
+        let health = |up, cause: &str| -> Health {
+            let known = crate::plan::model::TargetHealth { up, cause: cause.to_owned(), since: 0 };
+            [(target.clone(), known)].into()
+        };
+        let steps = [
+            health(None, ""),
+            health(Some(true), "connected"),
+            health(Some(false), "connection refused"),
+            health(Some(false), "timeout"),
+            health(Some(true), "connected"),
+        ];
+        for pair in steps.windows(2) {
+            bench.core.tell_health(&pair[0], &pair[1], Timestamp::UNIX_EPOCH);
+        }
+        let told: Vec<String> = bench.core.events.all().into_iter().map(|event| event.message).collect();
+        assert_eq!(
+            told,
+            ["10.0.0.11:443 on hub0 is down: connection refused", "10.0.0.11:443 on hub0 is up: connected"]
+        );
     }
 
     #[test]

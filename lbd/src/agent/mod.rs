@@ -19,7 +19,7 @@ use self::hub::Hub;
 use self::state::{HEALTH, INVENTORY, NAMES, StateDirectory, StateError};
 use self::view::View;
 use crate::api::server::{Api, ReloadCall};
-use crate::api::types::{Names, ReloadRequest};
+use crate::api::types::{Names, ReloadRequest, SourceStatus};
 use crate::config::{Config, ConfigError, Severity};
 use crate::dataplane::{self, Dataplane, DataplaneError};
 use crate::health::{self, Prober, SavedTarget};
@@ -176,6 +176,7 @@ async fn serve(path: PathBuf, config: Config) -> Result<(), AgentError> {
         saved_inventory: saved.map(|saved| Arc::new(saved.inventory)),
         saved_health: None,
         saved_names: None,
+        sources: hub.status(),
         retry: None,
         pause: RETRY_FIRST,
     };
@@ -203,6 +204,7 @@ async fn serve(path: PathBuf, config: Config) -> Result<(), AgentError> {
                 if watchdog {
                     tell_systemd(&[NotifyState::Watchdog]);
                 }
+                agent.watch_sources(&hub);
                 agent.keep_files(&hub);
                 agent.publish(&hub);
                 continue;
@@ -274,6 +276,7 @@ struct Agent {
     saved_inventory: Option<Arc<Inventory>>,
     saved_health: Option<Arc<Health>>,
     saved_names: Option<Arc<Plan>>,
+    sources: Vec<SourceStatus>,
     retry: Option<Instant>,
     pause: Duration,
 }
@@ -292,9 +295,10 @@ impl Agent {
         self.inputs.source_notices = hub.take_notices();
         let known = health.borrow_and_update();
         if *known != *self.inputs.health {
-            self.inputs.health = Arc::new(known.clone());
+            let known = Arc::new(known.clone());
+            self.core.tell_health(&self.inputs.health, &known, Timestamp::now());
+            self.inputs.health = known;
         }
-        drop(known);
         self.inputs.host.clone_from(&facts.borrow_and_update());
         self.inputs.taken.clone_from(&taken.borrow_and_update());
         self.inputs.host_notices.clone_from(&host_notices.borrow_and_update());
@@ -330,6 +334,24 @@ impl Agent {
         self.after_apply(done, hub);
         self.keep_files(hub);
         reply
+    }
+
+    /// Tells when a source goes away and comes back.
+    fn watch_sources(&mut self, hub: &Hub) {
+        let now = Timestamp::now();
+        let sources = hub.status();
+        for source in &sources {
+            let before = self.sources.iter().find(|before| before.name == source.name);
+            match (before.map(|before| before.state.as_str()), source.state.as_str()) {
+                (Some(before), after) if before == after => {}
+                (_, "synced") => self.core.tell(false, "SourceSynced", &format!("{} is current", source.name), now),
+                (_, after) => {
+                    let why = source.error.as_deref().unwrap_or("no connection yet");
+                    self.core.tell(true, "SourceAway", &format!("{} is {after}: {why}", source.name), now);
+                }
+            }
+        }
+        self.sources = sources;
     }
 
     fn publish(&self, hub: &Hub) {

@@ -11,7 +11,7 @@ use ipnet::IpNet;
 use lbd_common::abi::{
     FLOW_DEAD, FLOW_FIN, FLOW_PEER_FIN, FLOW_RESET, Flow4, Frontend, HALF_OPEN_REFUSED, HalfOpen4, Settings,
 };
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 
 use crate::dataplane::FlowPair;
 
@@ -446,6 +446,70 @@ pub fn sorted(flows: impl Iterator<Item = Flow>) -> Vec<Flow> {
     all
 }
 
+/// `address:port` as text, on the stack. A million flows have four million of them, and the standard formatter takes its time.
+pub struct SocketText {
+    bytes: [u8; Self::LENGTH],
+    length: usize,
+}
+
+impl SocketText {
+    /// `[ffff:ffff:ffff:ffff:ffff:ffff:255.255.255.255%4294967295]:65535`
+    const LENGTH: usize = 72;
+
+    /// Formats it.
+    pub fn new(socket: SocketAddr) -> Self {
+        let mut text = Self { bytes: [0; Self::LENGTH], length: 0 };
+        if let SocketAddr::V4(socket) = socket {
+            for (octet, place) in socket.ip().octets().into_iter().zip(0..) {
+                if place > 0 {
+                    text.push(b'.');
+                }
+                text.number(octet.into());
+            }
+            text.push(b':');
+            text.number(socket.port());
+        } else {
+            // It fits: the length is that of the longest.
+            let _ = fmt::Write::write_fmt(&mut text, format_args!("{socket}"));
+        }
+        text
+    }
+
+    /// The text.
+    pub fn as_str(&self) -> &str {
+        str::from_utf8(&self.bytes[..self.length]).unwrap_or_default()
+    }
+
+    fn push(&mut self, byte: u8) {
+        if let Some(slot) = self.bytes.get_mut(self.length) {
+            *slot = byte;
+            self.length += 1;
+        }
+    }
+
+    fn number(&mut self, number: u16) {
+        let mut divisor = 10_000;
+        while divisor > 1 && number < divisor {
+            divisor /= 10;
+        }
+        while divisor > 0 {
+            self.push(b'0' + (number / divisor % 10) as u8);
+            divisor /= 10;
+        }
+    }
+}
+
+impl fmt::Write for SocketText {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        text.bytes().for_each(|byte| self.push(byte));
+        Ok(())
+    }
+}
+
+fn socket_text<S: Serializer>(socket: &SocketAddr, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(SocketText::new(*socket).as_str())
+}
+
 /// JSON of one flow: the contract of `lbctl flows -o json`.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct FlowRecord<'a> {
@@ -456,16 +520,20 @@ pub struct FlowRecord<'a> {
     /// `TCP` or `UDP`.
     pub proto: &'a str,
     /// Client, `address:port`.
+    #[serde(serialize_with = "socket_text")]
     pub client: SocketAddr,
     /// VIP, `address:port`.
+    #[serde(serialize_with = "socket_text")]
     pub vip: SocketAddr,
     /// Backend, `address:port`.
+    #[serde(serialize_with = "socket_text")]
     pub backend: SocketAddr,
     /// Node, if the backend is one that the agent knows.
     pub node: Option<&'a str>,
     /// `namespace/name` of the Service, or the name of the frontend in the file.
     pub service: &'a str,
     /// Source that the backend sees, `address:port`.
+    #[serde(serialize_with = "socket_text")]
     pub snat: SocketAddr,
     /// State.
     pub state: &'static str,
@@ -715,6 +783,24 @@ mod tests {
         assert_eq!(count(Filter { state: Some(State::Closing), ..Filter::default() }), 1);
         assert_eq!(count(Filter { older: Some(Duration::from_secs(63)), ..Filter::default() }), 2);
         assert_eq!(count(Filter { older: Some(Duration::from_secs(65)), ..Filter::default() }), 0);
+    }
+
+    #[test]
+    fn sockets_are_written_as_the_standard_does() {
+        for text in
+            ["0.0.0.0:0", "255.255.255.255:65535", "10.20.30.104:1009", "[2001:db8::1]:443", "[::ffff:1.2.3.4]:9"]
+        {
+            let socket: SocketAddr = text.parse().unwrap();
+            assert_eq!(SocketText::new(socket).as_str(), socket.to_string());
+        }
+        let longest = "[1111:2222:3333:4444:5555:6666:7777:8888]:65535".parse().unwrap();
+        assert_eq!(SocketText::new(longest).as_str(), longest.to_string());
+        for port in 0..=u16::MAX {
+            assert_eq!(
+                SocketText::new((std::net::Ipv4Addr::LOCALHOST, port).into()).as_str(),
+                format!("127.0.0.1:{port}")
+            );
+        }
     }
 
     #[test]

@@ -7,7 +7,7 @@ use serde::Serialize;
 use super::Output;
 use super::table::{Column, Table, age, bytes};
 use crate::api::types::{ApplyStatus, Backend, Event, ReloadReply, Service, Status, reload_outcome};
-use crate::flows::{Flow, Namer};
+use crate::flows::{Flow, FlowRecord, Namer};
 
 /// `lbctl status`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
@@ -181,16 +181,16 @@ pub(crate) fn status(out: &mut dyn Write, view: &StatusView, output: Output) -> 
         line("problem", problem)?;
     }
     if !status.interfaces.is_empty() {
-        let mut table = Table::new(STATUS_INTERFACES);
+        let mut table = Table::new(STATUS_INTERFACES, output == Output::Wide);
         for interface in &status.interfaces {
             let link = if interface.up { "up" } else { "down" };
             table.cell(&interface.name).cell(&interface.role).cell(&interface.mode).cell(link).cell(interface.mtu);
         }
         writeln!(out)?;
-        table.print(out, output == Output::Wide)?;
+        table.print(out)?;
     }
     if !status.sources.is_empty() {
-        let mut table = Table::new(STATUS_SOURCES);
+        let mut table = Table::new(STATUS_SOURCES, output == Output::Wide);
         for source in &status.sources {
             table
                 .cell(&source.name)
@@ -199,16 +199,16 @@ pub(crate) fn status(out: &mut dyn Write, view: &StatusView, output: Output) -> 
                 .optional(source.error.as_ref());
         }
         writeln!(out)?;
-        table.print(out, output == Output::Wide)?;
+        table.print(out)?;
     }
     if !status.tables.is_empty() {
-        let mut table = Table::new(STATUS_TABLES);
+        let mut table = Table::new(STATUS_TABLES, output == Output::Wide);
         for fill in &status.tables {
             let percent = if fill.capacity == 0 { 0.0 } else { fill.used as f64 * 100.0 / fill.capacity as f64 };
             table.cell(&fill.name).cell(fill.used).cell(fill.capacity).cell(format_args!("{percent:.1}%"));
         }
         writeln!(out)?;
-        table.print(out, output == Output::Wide)?;
+        table.print(out)?;
     }
     Ok(())
 }
@@ -218,7 +218,7 @@ pub(crate) fn services(out: &mut dyn Write, services: &[Service], output: Output
     if output == Output::Json {
         return json_list(out, services.iter());
     }
-    let mut table = Table::new(SERVICES);
+    let mut table = Table::new(SERVICES, output == Output::Wide);
     for service in services {
         let backends = match (service.up, service.backends) {
             (Some(up), Some(all)) => format!("{up}/{all}"),
@@ -243,7 +243,7 @@ pub(crate) fn services(out: &mut dyn Write, services: &[Service], output: Output
             .optional(service.refused)
             .cell(service.id);
     }
-    table.print(out, output == Output::Wide)
+    table.print(out)
 }
 
 /// Prints `lbctl backends`.
@@ -251,7 +251,7 @@ pub(crate) fn backends(out: &mut dyn Write, backends: &[Backend], output: Output
     if output == Output::Json {
         return json_list(out, backends.iter());
     }
-    let mut table = Table::new(BACKENDS);
+    let mut table = Table::new(BACKENDS, output == Output::Wide);
     for backend in backends {
         table
             .cell(&backend.tenant)
@@ -268,38 +268,87 @@ pub(crate) fn backends(out: &mut dyn Write, backends: &[Backend], output: Output
             .optional(backend.weight)
             .cell(backend.id);
     }
-    table.print(out, output == Output::Wide)
+    table.print(out)
+}
+
+/// Flows that one thread renders at a time.
+const CHUNK: usize = 16_384;
+
+/// Does the work on chunks of the flows, on all CPUs, and hands the results over in order; few are kept at a time.
+fn in_chunks<T: Send>(
+    flows: &[Flow],
+    work: impl Fn(&[Flow]) -> T + Sync,
+    mut take: impl FnMut(T) -> io::Result<()>,
+) -> io::Result<()> {
+    let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    for wave in flows.chunks(CHUNK * threads) {
+        let done = std::thread::scope(|scope| {
+            let running: Vec<_> = wave.chunks(CHUNK).map(|chunk| scope.spawn(|| work(chunk))).collect();
+            running.into_iter().map(std::thread::ScopedJoinHandle::join).collect::<Vec<_>>()
+        });
+        for result in done {
+            take(result.map_err(|_| io::Error::other("a thread that renders flows has ended"))?)?;
+        }
+    }
+    Ok(())
 }
 
 /// Prints `lbctl flows`.
 pub(crate) fn flows(out: &mut dyn Write, flows: &[Flow], namer: &Namer<'_>, output: Output) -> io::Result<()> {
     if output == Output::Json {
-        return json_list(out, flows.iter().map(|flow| namer.record(flow)));
+        let mut separator: &[u8] = b"[\n";
+        let render = |chunk: &[Flow]| {
+            let mut text = Vec::with_capacity(chunk.len() * 400);
+            for (flow, number) in chunk.iter().zip(0..) {
+                if number > 0 {
+                    text.extend_from_slice(b",\n");
+                }
+                serde_json::to_writer(&mut text, &namer.record(flow))?;
+            }
+            Ok(text)
+        };
+        in_chunks(flows, render, |text: io::Result<Vec<u8>>| {
+            out.write_all(separator)?;
+            separator = b",\n";
+            out.write_all(&text?)
+        })?;
+        return out.write_all(if flows.is_empty() { b"[]\n" } else { b"\n]\n" });
     }
-    let mut table = Table::new(FLOWS);
-    for flow in flows {
-        let record = namer.record(flow);
+    let render = |chunk: &[Flow]| {
+        let mut table = Table::new(FLOWS, output == Output::Wide);
+        for flow in chunk {
+            row(&mut table, &namer.record(flow));
+        }
         table
-            .cell(record.tenant)
-            .cell(record.client)
-            .cell(record.vip)
-            .cell(record.backend)
-            .optional(record.node)
-            .cell(record.service)
-            .cell(record.state)
-            .cell(age(record.age_s))
-            .cell(age(record.idle_s))
-            .cell(bytes(record.in_bytes))
-            .cell(bytes(record.out_bytes))
-            .cell(record.proto)
-            .cell(record.snat)
-            .cell(record.hub)
-            .cell(record.in_packets)
-            .cell(record.out_packets)
-            .cell(record.in_bytes)
-            .cell(record.out_bytes);
-    }
-    table.print(out, output == Output::Wide)
+    };
+    let mut table = Table::new(FLOWS, output == Output::Wide);
+    in_chunks(flows, render, |rows| {
+        table.append(rows);
+        Ok(())
+    })?;
+    table.print(out)
+}
+
+fn row(table: &mut Table, record: &FlowRecord<'_>) {
+    table
+        .cell(record.tenant)
+        .socket(record.client)
+        .socket(record.vip)
+        .socket(record.backend)
+        .optional(record.node)
+        .cell(record.service)
+        .cell(record.state)
+        .cell(age(record.age_s))
+        .cell(age(record.idle_s))
+        .cell(bytes(record.in_bytes))
+        .cell(bytes(record.out_bytes))
+        .cell(record.proto)
+        .socket(record.snat)
+        .cell(record.hub)
+        .cell(record.in_packets)
+        .cell(record.out_packets)
+        .cell(record.in_bytes)
+        .cell(record.out_bytes);
 }
 
 /// Prints `lbctl drops`. Packets that were not dropped or refused but handed on are shown in wide tables and JSON.
@@ -307,12 +356,12 @@ pub(crate) fn drops(out: &mut dyn Write, drops: &[Drop], output: Output) -> io::
     if output == Output::Json {
         return json_list(out, drops.iter());
     }
-    let mut table = Table::new(DROPS);
+    let mut table = Table::new(DROPS, output == Output::Wide);
     let shown = |drop: &&Drop| output == Output::Wide || matches!(drop.verdict, "drop" | "reject");
     for drop in drops.iter().filter(shown) {
         table.cell(drop.reason).optional(drop.tenant.as_ref()).cell(drop.packets).cell(drop.verdict).cell(drop.meaning);
     }
-    table.print(out, output == Output::Wide)
+    table.print(out)
 }
 
 /// Prints `lbctl events`.
@@ -320,7 +369,7 @@ pub(crate) fn events(out: &mut dyn Write, events: &[Event], output: Output) -> i
     if output == Output::Json {
         return json_list(out, events.iter());
     }
-    let mut table = Table::new(EVENTS);
+    let mut table = Table::new(EVENTS, output == Output::Wide);
     for event in events {
         table
             .cell(&event.last)
@@ -332,7 +381,7 @@ pub(crate) fn events(out: &mut dyn Write, events: &[Event], output: Output) -> i
             .cell(&event.time)
             .cell(if event.active { "yes" } else { "no" });
     }
-    table.print(out, output == Output::Wide)
+    table.print(out)
 }
 
 /// Prints what came of a reload.

@@ -4,6 +4,9 @@
 
 use std::fmt::{self, Display, Write as _};
 use std::io::{self, Write};
+use std::net::SocketAddr;
+
+use crate::flows::SocketText;
 
 /// A column.
 #[derive(Clone, Copy, Debug)]
@@ -33,28 +36,32 @@ impl Column {
 /// A table under construction.
 pub(crate) struct Table {
     columns: &'static [Column],
+    wide: bool,
+    /// Column of the next cell.
+    next: usize,
     text: String,
     ends: Vec<usize>,
     widths: Vec<usize>,
 }
 
 impl Table {
-    /// An empty table.
-    pub(crate) fn new(columns: &'static [Column]) -> Self {
-        let widths = columns.iter().map(|column| column.title.len()).collect();
-        Self { columns, text: String::new(), ends: Vec::new(), widths }
+    /// An empty table; with `wide`, all columns are shown.
+    pub(crate) fn new(columns: &'static [Column], wide: bool) -> Self {
+        let widths = columns.iter().filter(|column| wide || !column.wide).map(|column| column.title.len()).collect();
+        Self { columns, wide, next: 0, text: String::new(), ends: Vec::new(), widths }
     }
 
     /// The next cell: from left to right, row by row, wide columns too. Control characters are shown as `?`.
     pub(crate) fn cell(&mut self, value: impl Display) -> &mut Self {
-        let start = self.text.len();
-        // Writing to a string fails only if the value's own `Display` does; then the cell is cut short.
-        let _ = write!(Printable(&mut self.text), "{value}");
-        let column = self.ends.len() % self.columns.len();
-        let width = self.text[start..].chars().count();
-        self.widths[column] = self.widths[column].max(width);
-        self.ends.push(self.text.len());
-        self
+        self.fill(|text| {
+            // Writing to a string fails only if the value's own `Display` does; then the cell is cut short.
+            let _ = write!(Printable(text), "{value}");
+        })
+    }
+
+    /// The next cell: an address and a port.
+    pub(crate) fn socket(&mut self, socket: SocketAddr) -> &mut Self {
+        self.fill(|text| text.push_str(SocketText::new(socket).as_str()))
     }
 
     /// A cell that may be empty: shown as `-`.
@@ -65,41 +72,78 @@ impl Table {
         }
     }
 
-    /// Writes heading and rows.
-    pub(crate) fn print(&self, out: &mut dyn Write, wide: bool) -> io::Result<()> {
-        let shown: Vec<usize> = (0..self.columns.len()).filter(|&column| wide || !self.columns[column].wide).collect();
-        let mut line = String::new();
-        for (place, &column) in shown.iter().enumerate() {
-            self.pad(&mut line, column, self.columns[column].title, place + 1 == shown.len());
+    fn fill(&mut self, write: impl FnOnce(&mut String)) -> &mut Self {
+        let shown = self.wide || !self.columns[self.next].wide;
+        self.next = (self.next + 1) % self.columns.len();
+        if shown {
+            let start = self.text.len();
+            write(&mut self.text);
+            let column = self.ends.len() % self.widths.len();
+            let width = width(&self.text[start..]);
+            self.widths[column] = self.widths[column].max(width);
+            self.ends.push(self.text.len());
         }
-        writeln!(out, "{line}")?;
-        let mut start_of_row = 0;
-        for row in self.ends.chunks_exact(self.columns.len()) {
+        self
+    }
+
+    /// Adds the rows of a table with the same columns.
+    pub(crate) fn append(&mut self, other: Self) {
+        let offset = self.text.len();
+        self.text.push_str(&other.text);
+        self.ends.extend(other.ends.into_iter().map(|end| end + offset));
+        for (mine, theirs) in self.widths.iter_mut().zip(other.widths) {
+            *mine = (*mine).max(theirs);
+        }
+    }
+
+    /// Writes heading and rows.
+    pub(crate) fn print(&self, out: &mut dyn Write) -> io::Result<()> {
+        let shown: Vec<&Column> = self.columns.iter().filter(|column| self.wide || !column.wide).collect();
+        let mut line = String::new();
+        for (column, place) in shown.iter().zip(0..) {
+            self.pad(&mut line, column, place, column.title);
+        }
+        line.push('\n');
+        out.write_all(line.as_bytes())?;
+        let mut start = 0;
+        for row in self.ends.chunks_exact(shown.len()) {
             line.clear();
-            for (place, &column) in shown.iter().enumerate() {
-                let start = if column == 0 { start_of_row } else { row[column - 1] };
-                self.pad(&mut line, column, &self.text[start..row[column]], place + 1 == shown.len());
+            for ((column, place), &end) in shown.iter().zip(0..).zip(row) {
+                self.pad(&mut line, column, place, &self.text[start..end]);
+                start = end;
             }
-            start_of_row = row[self.columns.len() - 1];
-            writeln!(out, "{line}")?;
+            line.push('\n');
+            out.write_all(line.as_bytes())?;
         }
         Ok(())
     }
 
-    fn pad(&self, line: &mut String, column: usize, cell: &str, last: bool) {
-        let missing = self.widths[column].saturating_sub(cell.chars().count());
-        let blanks = |line: &mut String, count| line.extend(std::iter::repeat_n(' ', count));
-        if self.columns[column].right {
-            blanks(line, missing);
-        }
-        line.push_str(cell);
-        if !last {
-            if !self.columns[column].right {
-                blanks(line, missing);
+    fn pad(&self, line: &mut String, column: &Column, place: usize, cell: &str) {
+        const BLANKS: &str = "                                                                ";
+        let mut missing = self.widths[place].saturating_sub(width(cell));
+        let last = place + 1 == self.widths.len();
+        if !column.right {
+            line.push_str(cell);
+            if last {
+                return;
             }
+        }
+        while missing > 0 {
+            let now = missing.min(BLANKS.len());
+            line.push_str(&BLANKS[..now]);
+            missing -= now;
+        }
+        if column.right {
+            line.push_str(cell);
+        }
+        if !last {
             line.push_str("  ");
         }
     }
+}
+
+fn width(text: &str) -> usize {
+    if text.is_ascii() { text.len() } else { text.chars().count() }
 }
 
 /// Keeps text from files and clusters from steering the terminal.
@@ -154,11 +198,11 @@ mod tests {
         &[Column::text("NAME"), Column::number("COUNT"), Column::text("NOTE").wide(), Column::text("END")];
 
     fn printed(wide: bool) -> String {
-        let mut table = Table::new(COLUMNS);
+        let mut table = Table::new(COLUMNS, wide);
         table.cell("a").cell(1).cell("first").cell("x");
         table.cell("longer").cell(123_456).optional(None::<&str>).cell("esc\u{1b}[1m");
         let mut out = Vec::new();
-        table.print(&mut out, wide).unwrap();
+        table.print(&mut out).unwrap();
         String::from_utf8(out).unwrap()
     }
 
@@ -172,9 +216,22 @@ mod tests {
     }
 
     #[test]
+    fn tables_are_joined() {
+        let mut all = Table::new(COLUMNS, false);
+        for word in ["a", "longer"] {
+            let mut one = Table::new(COLUMNS, false);
+            one.cell(word).cell(1).cell("hidden").cell("x");
+            all.append(one);
+        }
+        let mut out = Vec::new();
+        all.print(&mut out).unwrap();
+        assert_eq!(String::from_utf8(out).unwrap(), "NAME    COUNT  END\na           1  x\nlonger      1  x\n");
+    }
+
+    #[test]
     fn an_empty_table_is_its_heading() {
         let mut out = Vec::new();
-        Table::new(COLUMNS).print(&mut out, false).unwrap();
+        Table::new(COLUMNS, false).print(&mut out).unwrap();
         assert_eq!(out, b"NAME  COUNT  END\n");
     }
 
