@@ -139,6 +139,15 @@ async fn at(moment: Option<Instant>) {
     }
 }
 
+/// Takes over a value, and says whether it is another one.
+fn renew<T: Clone + PartialEq>(old: &mut T, new: &T) -> bool {
+    let other = old != new;
+    if other {
+        old.clone_from(new);
+    }
+    other
+}
+
 async fn serve(path: PathBuf, config: Config) -> Result<(), AgentError> {
     let on_signal = |kind| signal(kind).map_err(|source| AgentError::System { what: "cannot handle signals", source });
     let mut hangup = on_signal(SignalKind::hangup())?;
@@ -191,6 +200,7 @@ async fn serve(path: PathBuf, config: Config) -> Result<(), AgentError> {
     tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut replan = tokio::time::interval(REPLAN);
     loop {
+        let mut due = false;
         tokio::select! {
             () = changed_if(hub.snapshots.as_mut()) => {}
             () = changed_if(hub.notices.as_mut()) => {}
@@ -198,8 +208,8 @@ async fn serve(path: PathBuf, config: Config) -> Result<(), AgentError> {
             () = changed(&mut facts) => {}
             () = changed(&mut taken) => {}
             () = changed(&mut host_notices) => {}
-            () = at(agent.retry) => {}
-            _ = replan.tick() => {}
+            () = at(agent.retry) => due = true,
+            _ = replan.tick() => due = true,
             _ = tick.tick() => {
                 if watchdog {
                     tell_systemd(&[NotifyState::Watchdog]);
@@ -227,8 +237,9 @@ async fn serve(path: PathBuf, config: Config) -> Result<(), AgentError> {
             _ = interrupt.recv() => break,
         }
         tokio::time::sleep(COALESCE).await;
-        agent.take_inputs(&mut hub, &mut health, &mut facts, &mut taken, &mut host_notices);
-        agent.round(&hub);
+        if agent.take_inputs(&mut hub, &mut health, &mut facts, &mut taken, &mut host_notices) || due {
+            agent.round(&hub);
+        }
     }
     tracing::info!("stopping; the datapath goes on forwarding");
     tell_systemd(&[NotifyState::Stopping]);
@@ -282,7 +293,7 @@ struct Agent {
 }
 
 impl Agent {
-    /// Looks at everything that may have changed; unchanged maps and lists are not copied.
+    /// Looks at everything that may have changed, and says whether anything has: sources also tell that nothing is new.
     fn take_inputs(
         &mut self,
         hub: &mut Hub,
@@ -290,18 +301,22 @@ impl Agent {
         facts: &mut watch::Receiver<crate::plan::model::HostFacts>,
         taken: &mut watch::Receiver<std::collections::BTreeSet<(crate::config::SegmentName, std::net::IpAddr)>>,
         host_notices: &mut watch::Receiver<Vec<crate::plan::model::Notice>>,
-    ) {
-        self.inputs.inventory = hub.inventory();
-        self.inputs.source_notices = hub.take_notices();
+    ) -> bool {
+        let inventory = hub.inventory();
+        let mut news = !Arc::ptr_eq(&inventory, &self.inputs.inventory);
+        self.inputs.inventory = inventory;
+        news |= renew(&mut self.inputs.source_notices, &hub.take_notices());
         let known = health.borrow_and_update();
         if *known != *self.inputs.health {
             let known = Arc::new(known.clone());
             self.core.tell_health(&self.inputs.health, &known, Timestamp::now());
             self.inputs.health = known;
+            news = true;
         }
-        self.inputs.host.clone_from(&facts.borrow_and_update());
-        self.inputs.taken.clone_from(&taken.borrow_and_update());
-        self.inputs.host_notices.clone_from(&host_notices.borrow_and_update());
+        news |= renew(&mut self.inputs.host, &facts.borrow_and_update());
+        news |= renew(&mut self.inputs.taken, &taken.borrow_and_update());
+        news |= renew(&mut self.inputs.host_notices, &host_notices.borrow_and_update());
+        news
     }
 
     /// One round: addresses, plan, maps; then everybody is told.
@@ -409,7 +424,7 @@ impl Agent {
                 let names = view::names(&plan, &hub_name);
                 // Names outlive their ids for as long as flows may: an id that is gone keeps its last name.
                 let old = state.load::<Names>(NAMES).unwrap_or_default();
-                state.save_for_group(NAMES, &view::with_former(names, old))?;
+                state.save(NAMES, &view::with_former(names, old))?;
             }
             if let Some(health) = health {
                 state.save(HEALTH, &health::save(&health))?;

@@ -122,18 +122,11 @@ impl StateDirectory {
 
     /// Like [`Self::save`], of JSON that is there already.
     pub fn save_bytes(&self, name: &str, bytes: &[u8]) -> Result<(), StateError> {
-        write_atomically(&self.path, name, bytes, 0o600)
-    }
-
-    /// Like [`Self::save`], readable by the group of the directory.
-    pub fn save_for_group(&self, name: &str, value: &impl Serialize) -> Result<(), StateError> {
-        let path = self.path.join(name);
-        let bytes = serde_json::to_vec(value).map_err(|error| failed("cannot encode", &path)(error.into()))?;
-        write_atomically(&self.path, name, &bytes, 0o640)
+        write_atomically(&self.path, name, bytes)
     }
 }
 
-fn write_atomically(directory: &Path, name: &str, bytes: &[u8], mode: u32) -> Result<(), StateError> {
+fn write_atomically(directory: &Path, name: &str, bytes: &[u8]) -> Result<(), StateError> {
     let path = directory.join(name);
     let temporary = directory.join(format!(".{name}.new"));
     let written = (|| {
@@ -142,7 +135,7 @@ fn write_atomically(directory: &Path, name: &str, bytes: &[u8], mode: u32) -> Re
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             Ok(()) | Err(_) => {}
         }
-        let mut file = OpenOptions::new().write(true).create_new(true).mode(mode).open(&temporary)?;
+        let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary)?;
         file.write_all(bytes)?;
         file.sync_all()?;
         fs::rename(&temporary, &path)?;

@@ -49,10 +49,21 @@ impl Shared {
     }
 }
 
+/// The socket's file, gone with its owner. The next agent replaces one that a crash has left.
+struct SocketFile(PathBuf);
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        if let Err(error) = fs::remove_file(&self.0) {
+            tracing::debug!(path = %self.0.display(), %error, "the socket's file stays");
+        }
+    }
+}
+
 /// Open sockets that nobody serves yet.
 pub(crate) struct Api {
     socket: UnixListener,
-    path: PathBuf,
+    file: SocketFile,
     metrics: TcpListener,
     shared: Shared,
 }
@@ -60,7 +71,7 @@ pub(crate) struct Api {
 /// Sockets being served.
 pub(crate) struct Serving {
     tasks: Vec<AbortHandle>,
-    path: PathBuf,
+    _file: SocketFile,
 }
 
 impl Serving {
@@ -69,8 +80,6 @@ impl Serving {
         for task in self.tasks {
             task.abort();
         }
-        // The next agent replaces what can't be removed.
-        let _ = fs::remove_file(&self.path);
     }
 }
 
@@ -86,13 +95,14 @@ impl Api {
             source,
             remedy: "correct `socket` in the configuration, or remove what is there",
         })?;
+        let file = SocketFile(config.socket.clone());
         let metrics = TcpListener::bind(config.metrics).await.map_err(|source| AgentError::Listen {
             address: config.metrics.to_string(),
             source,
             remedy: "correct `metrics` in the configuration, or stop who listens there",
         })?;
         let shared = Shared { metrics: Arc::new(Metrics::new(views.clone())), views, reloads };
-        Ok(Self { socket, path: config.socket.clone(), metrics, shared })
+        Ok(Self { socket, file, metrics, shared })
     }
 
     /// Answers in the background.
@@ -118,7 +128,7 @@ impl Api {
             tasks.spawn(async move { axum::serve(self.metrics, public).await }),
         ];
         tasks.detach_all();
-        Serving { tasks: handles, path: self.path }
+        Serving { tasks: handles, _file: self.file }
     }
 }
 
