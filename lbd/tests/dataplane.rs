@@ -468,6 +468,73 @@ fn what_is_missing_is_named_with_its_remedy() -> Result<()> {
 
 #[test]
 #[ignore = "needs root"]
+fn a_missing_capability_is_named() -> Result<()> {
+    let bench = Bench::new()?;
+    let config = bench.config("auto", 4096)?;
+    // Of this thread only.
+    caps::drop(None, caps::CapSet::Effective, caps::Capability::CAP_BPF)?;
+    let error = refused(Dataplane::start(&config, OBJECT))?;
+    assert!(error.contains("CAP_BPF") && error.contains("systemd unit"), "{error}");
+    let problems = dataplane::preflight(&config);
+    assert!(problems.iter().any(|problem| problem.fatal && problem.subject == "CAP_BPF"), "{problems:?}");
+    caps::raise(None, caps::CapSet::Effective, caps::Capability::CAP_BPF)?;
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs root"]
+fn a_nodes_death_is_written_fast_for_ten_thousand_services() -> Result<()> {
+    let bench = Bench::new()?;
+    let mut agent = bench.start("auto")?;
+    let with = |alive: u16| {
+        let mut big = plan(1);
+        let (address, template) = big.frontends.pop_first().context("one frontend")?;
+        big.backends.clear();
+        let list: Vec<FrontendBackend> = (1..=500_u16)
+            .map(|id| FrontendBackend {
+                id,
+                address: IpAddr::from([10, 0, 1 + (id >> 8) as u8, id as u8]),
+                port: 0,
+                node: None,
+                weight: 1,
+                serving: id <= alive,
+                probed: true,
+            })
+            .collect();
+        for backend in &list {
+            let plan =
+                BackendPlan { address: backend.address, port: 0, segment: 2, node: None, eligible: backend.serving };
+            big.backends.insert(backend.id, plan);
+        }
+        big.tables = vec![(0..65521).map(|slot| (slot % u32::from(alive)) as u16 + 1).collect::<Vec<_>>().into()];
+        let list: std::sync::Arc<[FrontendBackend]> = list.into();
+        for number in 0..10_000_u16 {
+            let mut frontend = template.clone();
+            (frontend.id, frontend.target_port, frontend.backends) =
+                (number + 1, 20_000 + number, std::sync::Arc::clone(&list));
+            big.frontends.insert(FrontendAddress { port: 1000 + number, ..address }, frontend);
+        }
+        anyhow::Ok(big)
+    };
+    let (first, second) = (with(500)?, with(499)?);
+    let start = Instant::now();
+    let writes = agent.apply(&first)?.map_writes;
+    eprintln!("all: {writes} writes in {:?}", start.elapsed());
+    let start = Instant::now();
+    let writes = agent.apply(&second)?.map_writes;
+    let took = start.elapsed();
+    eprintln!("one node less: {writes} writes in {took:?}");
+    // 10,000 frontends, 2,048 chunks, one backend.
+    assert_eq!(writes, 12_049);
+    // The target is 100 ms; a build without optimisation is given ten times as long.
+    let limit = if cfg!(debug_assertions) { Duration::from_secs(1) } else { Duration::from_millis(100) };
+    assert!(took < limit, "{took:?}");
+    assert_eq!(agent.apply(&second)?.map_writes, 0);
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs root"]
 fn map_memory_follows_its_formula() -> Result<()> {
     let bench = Bench::new()?;
     let config = bench.config("auto", 65536)?;

@@ -193,11 +193,21 @@ impl Claims {
             .collect()
     }
 
-    /// When something is due next.
-    pub(super) fn next(&self) -> Option<Instant> {
+    /// The interface has come up or has another MAC: its switch and its stations have to learn anew.
+    pub(super) fn came_up(&mut self, interface: u32, now: Instant) {
+        for (_, claim) in self.claims.iter_mut().filter(|(place, _)| place.0 == interface) {
+            if let State::Ours { announced, next, .. } = &mut claim.state {
+                (*announced, *next) = (0, now);
+            }
+        }
+    }
+
+    /// When something is due next on an interface that is usable.
+    pub(super) fn next(&self, usable: impl Fn(u32) -> bool) -> Option<Instant> {
         self.claims
-            .values()
-            .map(|claim| match claim.state {
+            .iter()
+            .filter(|(place, _)| usable(place.0))
+            .map(|(_, claim)| match claim.state {
                 State::Probing { next, .. } | State::Ours { next, .. } | State::Taken { next, .. } => next,
                 State::Free { until } => until,
             })
@@ -310,8 +320,22 @@ mod tests {
         let now = Instant::now();
         claims.want(&BTreeSet::from([VIP]), &BTreeSet::new(), &BTreeSet::new(), now);
         assert!(claims.due(now, |interface| interface != 7).is_empty());
+        assert_eq!((claims.next(|interface| interface != 7), claims.next(|_| true)), (None, Some(now)));
         claims.heard(8, &says(RIVAL), now);
         assert!(claims.taken().is_empty());
+    }
+
+    #[test]
+    fn an_interface_that_comes_up_is_announced_on_again() {
+        let mut claims = Claims::default();
+        let now = Instant::now();
+        claims.want(&BTreeSet::from([VIP]), &BTreeSet::new(), &BTreeSet::from([VIP]), now);
+        let (_, now) = run(&mut claims, now, Duration::from_secs(5));
+        claims.came_up(8, now);
+        assert!(claims.due(now, |_| true).is_empty());
+        claims.came_up(7, now);
+        let (actions, _) = run(&mut claims, now, Duration::from_secs(10));
+        assert_eq!(actions, [Action::Announce(VIP); 3]);
     }
 
     #[test]

@@ -157,7 +157,7 @@ pub(super) struct Engine {
     pub(super) claims: Claims,
     /// Addresses that were answered for when this agent started.
     kept: BTreeSet<(SegmentId, Ipv4Addr)>,
-    plan: Plan,
+    plan: Arc<Plan>,
     regions: Regions,
     by_content: BTreeMap<Arc<[u16]>, Region>,
     retired: Vec<Region>,
@@ -182,7 +182,7 @@ impl Engine {
             nics: BTreeMap::new(),
             claims: Claims::default(),
             kept: BTreeSet::new(),
-            plan: Plan::default(),
+            plan: Arc::default(),
             regions: Regions::new(abi::MAGLEV_CHUNKS),
             by_content: BTreeMap::new(),
             retired: Vec::new(),
@@ -247,7 +247,7 @@ impl Engine {
     pub(super) fn apply(&mut self, plan: &Plan, now: Instant) -> Result<Applied, DataplaneError> {
         let mut writer = Writer::new(&self.faults);
         let mut flows_reset = self.reset(&plan.resets, &mut writer);
-        self.plan = plan.clone();
+        self.plan = Arc::new(plan.clone());
         self.claim_addresses(now);
         self.kept.clear();
 
@@ -449,6 +449,15 @@ impl Engine {
             .collect()
     }
 
+    /// Neighbours that we made the kernel look after and that nothing needs. None before the first plan, which may need them.
+    pub(super) fn unneeded_neighbours(&self, wanted: &BTreeSet<Place>) -> BTreeSet<Place> {
+        if self.plan.segments.is_empty() {
+            return BTreeSet::new();
+        }
+        let ours = self.neighbours.iter().filter(|(_, neighbour)| neighbour.ours).map(|(&place, _)| place);
+        ours.filter(|place| !wanted.contains(place)).collect()
+    }
+
     fn wanted_backends(&self) -> BTreeMap<u32, Backend> {
         self.plan
             .backends
@@ -487,8 +496,8 @@ impl Engine {
 
     /// Makes sure that every lookup table of the plan is in the map; where that failed there is `None`.
     fn add_tables(&mut self, backends: &BTreeMap<u32, Backend>, writer: &mut Writer) -> Vec<Option<Region>> {
-        let tables = self.plan.tables.clone();
-        tables
+        let plan = Arc::clone(&self.plan);
+        plan.tables
             .iter()
             .map(|table| {
                 if let Some(&region) = self.by_content.get(table) {
@@ -549,7 +558,7 @@ impl Engine {
     }
 
     fn add_frontends(&mut self, regions: &[Option<Region>], writer: &mut Writer) {
-        let plan = self.plan.clone();
+        let plan = Arc::clone(&self.plan);
         let mut wanted = BTreeMap::new();
         let mut owners = BTreeMap::new();
         for (address, frontend) in &plan.frontends {
@@ -1138,7 +1147,7 @@ mod tests {
     fn the_first_free_pool_addresses_are_checked_ahead() {
         let bench = Bench::new();
         let mut engine = bench.engine();
-        engine.plan = plan(1, 1021);
+        engine.plan = Arc::new(plan(1, 1021));
         let needed = BTreeSet::from([(7, Ipv4Addr::new(192, 0, 2, 33))]);
         let ahead: Vec<u8> = engine.ahead(&needed).into_iter().map(|(_, address)| address.octets()[3]).collect();
         assert_eq!(ahead, [32, 34, 35, 36]);

@@ -116,6 +116,9 @@ fn drain(mut woken: &UnixStream) {
 
 fn netlink(shared: &Shared, mut events: Events, mut client: Client, woken: &UnixStream) {
     const PAUSE: Duration = Duration::from_secs(1);
+    /// How long the kernel looks after a neighbour that no plan needs any more.
+    const RELEASE: Duration = Duration::from_mins(1);
+    let mut idle: BTreeMap<Place, Instant> = BTreeMap::new();
     let mut resolver = Resolver::default();
     let mut attempts: BTreeMap<String, Instant> = BTreeMap::new();
     while !shared.stopping() {
@@ -162,10 +165,23 @@ fn netlink(shared: &Shared, mut events: Events, mut client: Client, woken: &Unix
                 Err(error) => tracing::warn!("cannot list neighbours: {error}"),
             }
         }
-        let due = {
+        let now = Instant::now();
+        let (due, unneeded) = {
             let engine = shared.engine();
-            resolver.due(&engine.to_resolve(), &engine.neighbours, Instant::now())
+            let wanted = engine.to_resolve();
+            (resolver.due(&wanted, &engine.neighbours, now), engine.unneeded_neighbours(&wanted))
         };
+        // What is not needed for a while: an interface that is down for a moment, or a node that comes back, keeps its entries.
+        idle.retain(|place, _| unneeded.contains(place));
+        for place in unneeded {
+            let since = *idle.entry(place).or_insert(now);
+            if now.duration_since(since) >= RELEASE {
+                idle.insert(place, now);
+                if let Err(error) = client.release(place.0, place.1) {
+                    tracing::debug!("cannot release the neighbour {} on interface {}: {error}", place.1, place.0);
+                }
+            }
+        }
         for (ifindex, address) in due {
             if let Err(error) = client.resolve(ifindex, address) {
                 tracing::debug!("cannot have {address} resolved on interface {ifindex}: {error}");
@@ -211,6 +227,7 @@ fn new_facts(shared: &Shared, facts: HostFacts, attempts: &mut BTreeMap<String, 
 fn addresses(shared: &Shared, woken: &UnixStream) {
     let mut sockets: BTreeMap<u32, ArpSocket> = BTreeMap::new();
     let mut answered = BTreeSet::new();
+    let mut before: BTreeMap<u32, [u8; 6]> = BTreeMap::new();
     let mut buffer = [0; 2048];
     let mut timeout = Duration::ZERO;
     while !shared.stopping() {
@@ -240,6 +257,12 @@ fn addresses(shared: &Shared, woken: &UnixStream) {
             .filter(|(name, interface)| interface.up && engine.nics.contains_key(*name))
             .map(|(_, interface)| (interface.index, interface.mac))
             .collect();
+        for (&interface, mac) in &up {
+            if before.get(&interface) != Some(mac) {
+                engine.claims.came_up(interface, now);
+            }
+        }
+        before.clone_from(&up);
         actions.extend(engine.claims.due(now, |interface| up.contains_key(&interface)));
         let ours = engine.claims.ours();
         if ours != answered {
@@ -248,9 +271,10 @@ fn addresses(shared: &Shared, woken: &UnixStream) {
             answered = ours;
         }
         publish(shared, &engine);
-        timeout = engine.claims.next().map_or(Duration::from_millis(500), |next| {
-            next.saturating_duration_since(now).clamp(Duration::from_millis(10), Duration::from_millis(500))
-        });
+        timeout =
+            engine.claims.next(|interface| up.contains_key(&interface)).map_or(Duration::from_millis(500), |next| {
+                next.saturating_duration_since(now).clamp(Duration::from_millis(10), Duration::from_millis(500))
+            });
         drop(engine);
 
         sockets.retain(|interface, _| up.contains_key(interface));
