@@ -119,10 +119,10 @@ impl<K: Ord, V> Pool<K, V> {
     }
 
     /// Gives back the ids of keys that are not wanted any more, and returns them.
-    pub(super) fn keep_only(&mut self, mut wanted: impl FnMut(&K) -> bool) -> Vec<u16> {
+    pub(super) fn keep_only(&mut self, mut wanted: impl FnMut(&K, &V) -> bool) -> Vec<u16> {
         let mut gone = Vec::new();
         self.used.retain(|key, entry| {
-            let keep = wanted(key);
+            let keep = wanted(key, &entry.memory);
             if !keep {
                 gone.push(entry.id);
             }
@@ -256,9 +256,9 @@ mod tests {
         }
         assert_eq!(pool.id(3, bounds, || ()), Some(3));
         assert_eq!(pool.id(6, bounds, || ()), None);
-        assert_eq!(pool.keep_only(|&key| key != 2), [2]);
+        assert_eq!(pool.keep_only(|&key, ()| key != 2), [2]);
         assert_eq!(pool.id(6, bounds, || ()), None);
-        pool.keep_only(|&key| key != 1 && key != 5);
+        pool.keep_only(|&key, ()| key != 1 && key != 5);
         assert_eq!(pool.id(6, bounds, || ()), Some(2));
         assert_eq!(pool.id(7, bounds, || ()), None);
     }

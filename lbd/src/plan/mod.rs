@@ -185,7 +185,7 @@ impl Planner {
             |key: &ids::FrontendKey| key.address().is_some_and(|address| plan.frontends.contains_key(&address));
         // Every frontend of the plan has an id. As many ids as frontends: none is gone.
         if self.ids.frontends.used.len() > plan.frontends.len() {
-            let gone = self.ids.frontends.keep_only(wanted);
+            let gone = self.ids.frontends.keep_only(|key, _| wanted(key));
             resets.extend(gone.into_iter().map(Reset::Frontend));
         }
         self.gone_nodes(inventory, config, site, resets);
@@ -194,10 +194,11 @@ impl Planner {
             .values()
             .map(|backend| BackendKey { segment: backend.segment, address: backend.address, port: backend.port })
             .collect();
-        self.ids.backends.keep_only(|key| backends.contains(key));
-        self.ids.tenants.keep_only(|name| site.tenants.contains_key(name.as_str()));
+        // A node that still exists can have flows, though it gets no new ones: its id stays, and its end will be noticed.
+        self.ids.backends.keep_only(|key, memory| backends.contains(key) || memory.node.is_some());
+        self.ids.tenants.keep_only(|name, ()| site.tenants.contains_key(name.as_str()));
         let segments: BTreeSet<SegmentKey> = site.segments.keys().map(|&name| name.into()).collect();
-        self.ids.segments.keep_only(|key| segments.contains(key));
+        self.ids.segments.keep_only(|key, ()| segments.contains(key));
         let live: BTreeSet<SegmentId> = plan.segments.keys().copied().collect();
         let before = self.ids.targets.len();
         self.ids.targets.retain(|key, _| live.contains(&key.segment));

@@ -631,6 +631,22 @@ fn without_a_source_address_nothing_is_served_and_it_says_so() {
 }
 
 #[test]
+fn an_interface_that_loses_its_address_for_a_moment_costs_no_flow_and_no_id() {
+    let mut world = World::roles();
+    let before = world.apply();
+    let facts = std::mem::take(&mut world.host);
+    assert!(world.apply().resets.is_empty());
+    world.host = facts;
+    assert!(world.apply() == before);
+    // A node that goes meanwhile is noticed.
+    let facts = std::mem::take(&mut world.host);
+    world.inventory.nodes.remove("node-106");
+    assert_eq!(world.apply().resets.len(), 1);
+    world.host = facts;
+    assert!(world.apply().resets.is_empty());
+}
+
+#[test]
 fn frontends_share_several_source_addresses() {
     let mut world = World::roles();
     world.config.hub.snat = vec![ip("10.32.96.50"), ip("10.32.96.51")];
