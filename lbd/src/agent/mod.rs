@@ -192,7 +192,7 @@ async fn serve(path: PathBuf, config: Config) -> Result<(), AgentError> {
     agent.take_inputs(&mut hub, &mut health, &mut facts, &mut taken, &mut host_notices);
     agent.core.tell(false, "Started", concat!("lbd ", env!("CARGO_PKG_VERSION"), " started"), now);
     agent.round(&hub);
-    let serving = api.serve();
+    let serving = api.serve()?;
     tell_systemd(&[NotifyState::Ready]);
 
     let watchdog = sd_notify::watchdog_enabled().is_some();

@@ -64,6 +64,7 @@ impl Drop for SocketFile {
 pub(crate) struct Api {
     socket: UnixListener,
     file: SocketFile,
+    path: PathBuf,
     metrics: TcpListener,
     shared: Shared,
 }
@@ -84,29 +85,32 @@ impl Serving {
 }
 
 impl Api {
-    /// Opens the sockets. The state directory's lock is held: a socket file that is there is a left-over.
+    /// Opens the sockets; the Unix socket gets its name only when it is served, so that nobody waits for an agent that is
+    /// starting. The state directory's lock is held: a socket file that is there is a left-over.
     pub(crate) async fn bind(
         config: &Config,
         views: watch::Receiver<Arc<View>>,
         reloads: mpsc::Sender<ReloadCall>,
     ) -> Result<Self, AgentError> {
-        let socket = bind_unix(&config.socket).map_err(|source| AgentError::Listen {
-            address: config.socket.display().to_string(),
-            source,
-            remedy: "correct `socket` in the configuration, or remove what is there",
-        })?;
-        let file = SocketFile(config.socket.clone());
+        let failed = listen_failed(&config.socket);
+        let mut starting = config.socket.clone().into_os_string();
+        starting.push(".starting");
+        let starting = PathBuf::from(starting);
+        let socket = remove_left_over(&config.socket).and_then(|()| bind_unix(&starting)).map_err(failed)?;
+        let file = SocketFile(starting);
         let metrics = TcpListener::bind(config.metrics).await.map_err(|source| AgentError::Listen {
             address: config.metrics.to_string(),
             source,
             remedy: "correct `metrics` in the configuration, or stop who listens there",
         })?;
         let shared = Shared { metrics: Arc::new(Metrics::new(views.clone())), views, reloads };
-        Ok(Self { socket, file, metrics, shared })
+        Ok(Self { socket, file, path: config.socket.clone(), metrics, shared })
     }
 
     /// Answers in the background.
-    pub(crate) fn serve(self) -> Serving {
+    pub(crate) fn serve(mut self) -> Result<Serving, AgentError> {
+        fs::rename(&self.file.0, &self.path).map_err(listen_failed(&self.path))?;
+        self.file.0.clone_from(&self.path);
         let local = Router::new()
             .route(paths::STATUS, get(status))
             .route(paths::SERVICES, get(services))
@@ -128,7 +132,25 @@ impl Api {
             tasks.spawn(async move { axum::serve(self.metrics, public).await }),
         ];
         tasks.detach_all();
-        Serving { tasks: handles, _file: self.file }
+        Ok(Serving { tasks: handles, _file: self.file })
+    }
+}
+
+fn listen_failed(socket: &Path) -> impl Fn(io::Error) -> AgentError + use<> {
+    let address = socket.display().to_string();
+    move |source| AgentError::Listen {
+        address: address.clone(),
+        source,
+        remedy: "correct `socket` in the configuration, or remove what is there",
+    }
+}
+
+fn remove_left_over(path: &Path) -> io::Result<()> {
+    match fs::symlink_metadata(path) {
+        Ok(found) if found.file_type().is_socket() => fs::remove_file(path),
+        Ok(_) => Err(io::Error::new(io::ErrorKind::AlreadyExists, "there is something that is no socket")),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(error),
     }
 }
 
@@ -136,12 +158,7 @@ fn bind_unix(path: &Path) -> io::Result<UnixListener> {
     if let Some(directory) = path.parent().filter(|directory| !directory.as_os_str().is_empty()) {
         fs::DirBuilder::new().recursive(true).mode(0o755).create(directory)?;
     }
-    match fs::symlink_metadata(path) {
-        Ok(found) if found.file_type().is_socket() => fs::remove_file(path)?,
-        Ok(_) => return Err(io::Error::new(io::ErrorKind::AlreadyExists, "there is something that is no socket")),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-        Err(error) => return Err(error),
-    }
+    remove_left_over(path)?;
     // Nobody but the owner may connect until group and mode are right.
     let before = nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o177));
     let bound = std::os::unix::net::UnixListener::bind(path);

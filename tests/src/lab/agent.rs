@@ -63,7 +63,7 @@ impl Agent {
                 // Not an error of the question: there is nothing to wait for.
                 return Ok(true);
             }
-            let status = self.lbctl_raw(&["status"])?;
+            let status = self.lbctl_raw(&["status", "--check"])?;
             // 1 is "degraded": it answers.
             Ok(matches!(status.status.code(), Some(0 | 1)) && self.directory.join("lbd.sock").exists())
         });
