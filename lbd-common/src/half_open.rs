@@ -125,3 +125,96 @@ mod tests {
         }
     }
 }
+
+#[cfg(test)]
+mod claims {
+    //! All interleavings of claimers, in a model of what the datapath does word by word.
+    use std::collections::BTreeSet;
+
+    const WAYS: usize = 2;
+
+    /// One claimer's program counter and what it has read. Every step is one access to shared memory, in program order; the
+    /// compare-and-swap is a full barrier, so that what follows it is not seen before it.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+    enum Claimer {
+        Looking { way: usize, free: Option<usize> },
+        Swapping { free: usize },
+        Checking { own: usize, way: usize },
+        Yielding { own: usize },
+        Owning,
+        Lost,
+    }
+
+    /// A word: free, this tuple's, or another tuple's (which may be released at any time).
+    #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+    enum Word {
+        Free,
+        Ours,
+        Other,
+    }
+
+    type State = ([Word; WAYS], [Claimer; 2]);
+
+    fn step(words: &mut [Word; WAYS], claimer: Claimer, check: bool) -> Option<Claimer> {
+        Some(match claimer {
+            Claimer::Looking { way, free } if way == WAYS => {
+                free.map_or(Claimer::Lost, |free| Claimer::Swapping { free })
+            }
+            Claimer::Looking { way, free } => match words[way] {
+                Word::Ours => Claimer::Lost,
+                Word::Free => Claimer::Looking { way: way + 1, free: Some(way) },
+                Word::Other => Claimer::Looking { way: way + 1, free },
+            },
+            Claimer::Swapping { free } if words[free] == Word::Free => {
+                words[free] = Word::Ours;
+                if check { Claimer::Checking { own: free, way: 0 } } else { Claimer::Owning }
+            }
+            Claimer::Swapping { .. } => Claimer::Lost,
+            Claimer::Checking { way, .. } if way == WAYS => Claimer::Owning,
+            Claimer::Checking { own, way } if way != own && words[way] == Word::Ours => Claimer::Yielding { own },
+            Claimer::Checking { own, way } => Claimer::Checking { own, way: way + 1 },
+            Claimer::Yielding { own } => {
+                words[own] = Word::Free;
+                Claimer::Lost
+            }
+            Claimer::Owning | Claimer::Lost => return None,
+        })
+    }
+
+    /// Whether any interleaving ends with two owners.
+    fn two_owners_are_possible(check: bool) -> bool {
+        let start = Claimer::Looking { way: 0, free: None };
+        let mut seen: BTreeSet<State> = BTreeSet::new();
+        let mut open: Vec<State> = vec![([Word::Free, Word::Other], [start; 2]), ([Word::Free; WAYS], [start; 2])];
+        while let Some((words, claimers)) = open.pop() {
+            if !seen.insert((words, claimers)) {
+                continue;
+            }
+            if claimers == [Claimer::Owning; 2] {
+                return true;
+            }
+            for which in 0..2 {
+                let (mut words, mut claimers) = (words, claimers);
+                if let Some(next) = step(&mut words, claimers[which], check) {
+                    claimers[which] = next;
+                    open.push((words, claimers));
+                }
+            }
+            for way in 0..WAYS {
+                if words[way] == Word::Other {
+                    let mut words = words;
+                    words[way] = Word::Free;
+                    open.push((words, claimers));
+                }
+            }
+        }
+        false
+    }
+
+    #[test]
+    fn no_interleaving_gives_a_tuple_to_two_owners() {
+        assert!(!two_owners_are_possible(true));
+        // The model would find them: without the look after the swap, two ways can hold one tuple.
+        assert!(two_owners_are_possible(false));
+    }
+}

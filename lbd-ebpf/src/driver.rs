@@ -1,7 +1,9 @@
-//! The driver of the datapath benchmark: restores a packet, makes it the next flow's, and tail-calls the program under test.
+//! Drivers of the datapath: they make packets and tail-call the program under test, as fast as a CPU can.
 //!
-//! Its own cost, with a program under test that only returns, is the benchmark's unit.
-#![cfg_attr(target_arch = "bpf", no_std, no_main)]
+//! `driver` is the benchmark's: it restores a packet and makes it the next flow's; its own cost, with a program under test that only
+//! returns, is the benchmark's unit. `claimer` is the race test's: it opens and gives up connections, and watches who owns a port
+//! between.
+#![cfg_attr(target_arch = "bpf", no_std, no_main, feature(asm_experimental_arch))]
 
 #[cfg(target_arch = "bpf")]
 mod driver {
@@ -9,7 +11,7 @@ mod driver {
     use aya_ebpf::{
         EbpfContext as _, Global,
         bindings::xdp_action,
-        helpers::generated::bpf_xdp_adjust_head,
+        helpers::generated::bpf_xdp_adjust_tail,
         macros::{map, xdp},
         maps::{Array, HashMap, ProgramArray},
         programs::XdpContext,
@@ -51,11 +53,7 @@ mod driver {
 
     #[inline(always)]
     fn drive(context: &XdpContext) -> Option<u32> {
-        let surplus = (context.data_end() - context.data()) as i32 - LENGTH as i32;
-        // SAFETY: the helper checks the new length; pointers are made after it.
-        if surplus != 0 && unsafe { bpf_xdp_adjust_head(context.as_ptr().cast(), surplus) } != 0 {
-            return None;
-        }
+        restore_length(context)?;
         let start = context.data();
         if start + LENGTH > context.data_end() {
             return None;
@@ -84,6 +82,94 @@ mod driver {
                 packet.ip.source_be = (0x0a00_0100 + (flow / 31_744) as u32).to_be();
                 packet.tcp.destination_port_be = (1024 + (flow % 31_744) as u16).to_be();
             }
+            TARGET.tail_call(context, 0);
+        }
+        None
+    }
+
+    /// A refusal has shortened the packet.
+    #[inline(always)]
+    fn restore_length(context: &XdpContext) -> Option<()> {
+        let missing = LENGTH as i32 - (context.data_end() - context.data()) as i32;
+        // SAFETY: the helper checks the new length; pointers are made after it.
+        (missing == 0 || unsafe { bpf_xdp_adjust_tail(context.as_ptr().cast(), missing) } == 0).then_some(())
+    }
+
+    /// First client of the claimer.
+    #[unsafe(no_mangle)]
+    static CLIENTS: Global<u32> = Global::new(0);
+
+    /// By SNAT port (14 bits) and backend (2 bits): how many connections own the tuple now, as far as this test's CPUs know.
+    #[map(name = "owners")]
+    static OWNERS: Array<u64> = Array::with_max_entries(65_536, 0);
+
+    /// 0: connections opened. 1: tuples that had two owners at once.
+    #[map(name = "claims")]
+    static CLAIMS: Array<u64> = Array::with_max_entries(2, 0);
+
+    #[inline(always)]
+    unsafe fn add(word: *mut u64, value: u64) -> u64 {
+        let old: u64;
+        // SAFETY: the caller's pointer is to a map value.
+        unsafe {
+            core::arch::asm!(
+                "{value} = atomic_fetch_add((u64 *)({word} + 0), {value})",
+                word = in(reg) word,
+                value = inout(reg) value => old,
+            );
+        }
+        old
+    }
+
+    /// Opens a connection with every other packet and gives it up with the next. The packet that comes in is what the last one has become: its
+    /// source port is the SNAT port, owned until the RST.
+    #[xdp]
+    pub(crate) fn claimer(context: XdpContext) -> u32 {
+        claim(&context).unwrap_or(xdp_action::XDP_ABORTED)
+    }
+
+    #[inline(always)]
+    fn claim(context: &XdpContext) -> Option<u32> {
+        restore_length(context)?;
+        let start = context.data();
+        if start + LENGTH > context.data_end() {
+            return None;
+        }
+        let template = TEMPLATE.get(0)?;
+        let counter = NEXT_FLOW.get_ptr_mut(0)?;
+        let (opened, doubled) = (CLAIMS.get_ptr_mut(0)?, CLAIMS.get_ptr_mut(1)?);
+        // SAFETY: LENGTH bytes of the packet were checked; the others are map values.
+        unsafe {
+            let number = *counter;
+            *counter = number + 1;
+            let packet = &mut *((start + ETHERNET) as *mut Ipv4Tcp);
+            let giving_up = number & 1 == 1;
+            // A SYN that was refused has become a RST.
+            if giving_up && packet.tcp.flags & 4 == 0 {
+                let port = u32::from(u16::from_be(packet.tcp.source_port_be)) & 0x3fff;
+                let node = u32::from_be(packet.ip.destination_be) & 3;
+                let owner = OWNERS.get_ptr_mut(port << 2 | node)?;
+                if add(owner, 1) != 0 {
+                    add(doubled, 1);
+                }
+                add(opened, 1);
+                // Long enough for the other CPU to come by as well.
+                let mut waited = 0;
+                while waited < 200 {
+                    core::ptr::read_volatile(owner);
+                    waited += 1;
+                }
+                add(owner, u64::MAX);
+            }
+            let words = start as *mut u64;
+            let mut index = 0;
+            while index < LENGTH / 8 {
+                *words.add(index) = template[index];
+                index += 1;
+            }
+            packet.ip.source_be = (CLIENTS.load() + (number / 2) as u32 % 65_536).to_be();
+            packet.tcp.source_port_be = 1024u16.to_be();
+            packet.tcp.flags = if giving_up { 4 } else { 2 };
             TARGET.tail_call(context, 0);
         }
         None
