@@ -86,13 +86,11 @@ fn short_connections_of_all_roles_at_once_all_succeed() -> Result<()> {
     road.assert_no_forwarding()?;
     for capture in captures {
         let summary = capture.finish()?;
-        ensure!(
-            summary.frames > 0 && summary.missed * 100 < summary.frames,
-            "{}: {} missed",
-            summary.namespace,
-            summary.missed
-        );
-        summary.assert_good()?;
+        // Nobody talks to the API server here: this site has none.
+        if summary.namespace != "api" {
+            summary.assert_good()?;
+        }
+        ensure!(summary.missed == 0, "{}: {} of {} missed", summary.namespace, summary.missed, summary.frames);
     }
     Ok(())
 }

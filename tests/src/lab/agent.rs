@@ -1,13 +1,14 @@
 //! The agent, run in the lab as an operator runs it.
+use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::Mutex;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
 use nix::sys::signal::Signal;
 
-use super::{Lab, Namespace, Process, binary, lock, wait_until};
+use super::{Lab, Namespace, Process, binary, lock};
 
 /// An agent with its configuration file and state directory. Dropping it kills the process; the datapath stays in the namespace.
 #[derive(Debug)]
@@ -52,25 +53,31 @@ impl Agent {
         self.start_build(lab, &binary("lbd")?)
     }
 
-    /// Starts another build of `lbd` and waits until it answers.
+    /// Starts another build of `lbd` and waits until it is ready, as systemd would.
     pub fn start_build(&self, lab: &Lab, program: &Path) -> Result<()> {
+        let place = self.directory.join("notify.sock");
+        let _ = std::fs::remove_file(&place);
+        let notices = UnixDatagram::bind(&place).with_context(|| format!("cannot listen on {}", place.display()))?;
+        notices.set_read_timeout(Some(Duration::from_millis(20)))?;
         let mut command = Command::new(program);
         command.arg("run").arg("--config").arg(&self.config);
-        command.env("RUST_BACKTRACE", "1");
+        command.env("RUST_BACKTRACE", "1").env("NOTIFY_SOCKET", &place);
         let process = lab.start(&self.namespace, "agent", command)?;
-        let ready = wait_until(Duration::from_secs(20), "the agent answers", || {
-            if !process.running() {
-                // Not an error of the question: there is nothing to wait for.
-                return Ok(true);
+        let end = Instant::now() + Duration::from_secs(20);
+        let mut buffer = [0; 4096];
+        loop {
+            if let Ok(length) = notices.recv(&mut buffer)
+                && String::from_utf8_lossy(&buffer[..length]).lines().any(|line| line == "READY=1")
+            {
+                break;
             }
-            let status = self.lbctl_raw(&["status", "--check"])?;
-            // 1 is "degraded": it answers.
-            Ok(matches!(status.status.code(), Some(0 | 1)) && self.directory.join("lbd.sock").exists())
-        });
-        if !process.running() {
-            bail!("the agent ended at once; its log ends:\n{}", process.tail());
+            if !process.running() {
+                bail!("the agent ended at once; its log ends:\n{}", process.tail());
+            }
+            if Instant::now() > end {
+                bail!("the agent is not ready after 20 s; its log ends:\n{}", process.tail());
+            }
         }
-        ready.with_context(|| format!("the agent's log ends:\n{}", process.tail()))?;
         *lock(&self.process) = Some(process);
         Ok(())
     }
@@ -116,11 +123,13 @@ impl Agent {
         command.output().with_context(|| format!("cannot run lbd {}", words.join(" ")))
     }
 
-    /// Runs `lbd lbctl` with these words and returns all that came of it.
+    /// Runs `lbd lbctl` with these words and returns all that came of it. It is told where socket and bpffs are, so that it does not
+    /// depend on the configuration file.
     pub fn lbctl_raw(&self, words: &[&str]) -> Result<Output> {
-        let mut all = vec!["lbctl"];
-        all.extend(words);
-        self.lbd(&all)
+        let mut command = self.namespace.command(binary("lbd")?);
+        command.arg("lbctl").args(words).arg("--socket").arg(self.directory.join("lbd.sock"));
+        command.args(["--bpffs", "/sys/fs/bpf"]);
+        command.output().with_context(|| format!("cannot run lbctl {}", words.join(" ")))
     }
 
     /// Runs `lbd lbctl` with these words; its standard output.

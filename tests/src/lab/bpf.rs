@@ -19,6 +19,8 @@ const OBJ_PIN: libc::c_long = 6;
 const LINK_CREATE: libc::c_long = 28;
 const PROG_TYPE_XDP: u32 = 6;
 const ATTACH_TYPE_XDP: u32 = 37;
+/// Takes packets of more than one buffer, so that any MTU will do.
+const HAS_FRAGS: u32 = 1 << 5;
 
 /// What a program answers to every packet.
 #[derive(Clone, Copy, Debug)]
@@ -102,6 +104,7 @@ impl XdpProgram {
             insn_cnt: code.len() as u32,
             insns: code.as_ptr() as u64,
             license: c"Dual MIT/GPL".as_ptr() as u64,
+            prog_flags: HAS_FRAGS,
             ..ProgLoad::default()
         };
         attributes.prog_name[..name.len()].copy_from_slice(name.as_bytes());
