@@ -16,7 +16,7 @@ use crate::api::types::{
     reload_outcome, service_state,
 };
 use crate::dataplane::{DataplaneError, Pins, host_facts};
-use crate::flows::{self, By, Clock, Directory, Filter, Flow, Matcher, Namer, protocol_name, unmap};
+use crate::flows::{self, By, Clock, Directory, Filter, Flow, Matcher, Namer, State, protocol_name, unmap};
 
 mod client;
 mod render;
@@ -352,7 +352,8 @@ struct FlowCounts {
 impl FlowCounts {
     fn of(flows: impl Iterator<Item = Flow>) -> Self {
         let mut counts = Self::default();
-        for flow in flows {
+        // What is closed or reset is only kept for late packets.
+        for flow in flows.filter(|flow| !matches!(flow.state, State::Closed | State::Reset)) {
             *counts.frontend.entry(flow.frontend).or_default() += 1;
             *counts.backend.entry((flow.frontend, flow.backend_id)).or_default() += 1;
         }
