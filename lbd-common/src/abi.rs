@@ -46,8 +46,10 @@ pub mod names {
     pub const REASONS: &str = "reasons";
     /// Array of [`super::FrontendOwner`], index = frontend id.
     pub const FRONTEND_OWNERS: &str = "frontend_owner";
-    /// Per-CPU array of [`super::FrontendCounters`], index = frontend id.
-    pub const FRONTEND_COUNTERS: &str = "frontend_count";
+    /// Per-CPU array of [`super::Traffic`], index [`super::traffic_index`].
+    pub const TRAFFIC: &str = "traffic";
+    /// Per-CPU array of [`super::FrontendEvents`], index = frontend id.
+    pub const FRONTEND_EVENTS: &str = "frontend_event";
     /// Program array: the stages off the hot path, index = the `STAGE_*` constants.
     pub const STAGES: &str = "stages";
     /// The XDP program at the NIC.
@@ -80,7 +82,7 @@ pub const SEGMENT_SLOTS: u32 = VLANS * MAX_NICS;
 pub const MAX_TENANTS: u32 = 1024;
 /// Slots per tenant in [`names::REASONS`].
 pub const REASON_SLOTS: u32 = 64;
-/// Entries of [`names::FRONTENDS`] and [`names::FRONTEND_COUNTERS`]; ids are `u16`.
+/// Entries of [`names::FRONTENDS`] and [`names::FRONTEND_EVENTS`]; ids are `u16`.
 pub const MAX_FRONTENDS: u32 = 65_536;
 /// Entries of [`names::BACKENDS`]; ids are `u16`, 0 is never a backend.
 pub const MAX_BACKENDS: u32 = 65_536;
@@ -619,22 +621,47 @@ abi_struct! {
 }
 
 abi_struct! {
-    /// Counters of one frontend.
-    pub struct FrontendCounters {
-        /// Packets client → backend.
-        pub in_packets: u64,
-        /// Bytes of IP packets client → backend.
-        pub in_bytes: u64,
-        /// Packets backend → client.
-        pub out_packets: u64,
-        /// Bytes of IP packets backend → client.
-        pub out_bytes: u64,
+    /// Traffic of one frontend in one direction. Small, and the directions apart, so that the hot path touches few cache lines.
+    pub struct Traffic {
+        /// Packets.
+        pub packets: u64,
+        /// Bytes of IP packets.
+        pub bytes: u64,
+    }
+    size 16 align 8 offsets { packets: 0, bytes: 8 }
+}
+
+/// Index into [`names::TRAFFIC`] of a frontend's packets from clients, or (`reverse`) to them.
+pub const fn traffic_index(frontend: u16, reverse: bool) -> u32 {
+    reverse as u32 * MAX_FRONTENDS + frontend as u32
+}
+
+abi_struct! {
+    /// What happened at one frontend besides traffic.
+    pub struct FrontendEvents {
         /// Connections promoted.
         pub flows: u64,
         /// Connections refused by lbd (RST) or dropped for want of a backend or port.
         pub refused: u64,
     }
-    size 48 align 8 offsets { in_packets: 0, out_packets: 16, flows: 32, refused: 40 }
+    size 16 align 8 offsets { flows: 0, refused: 8 }
+}
+
+/// Counters of one frontend, put together from [`names::TRAFFIC`] and [`names::FRONTEND_EVENTS`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FrontendCounters {
+    /// Packets client → backend.
+    pub in_packets: u64,
+    /// Bytes of IP packets client → backend.
+    pub in_bytes: u64,
+    /// Packets backend → client.
+    pub out_packets: u64,
+    /// Bytes of IP packets backend → client.
+    pub out_bytes: u64,
+    /// Connections promoted.
+    pub flows: u64,
+    /// Connections refused by lbd (RST) or dropped for want of a backend or port.
+    pub refused: u64,
 }
 
 /// Stage: a SYN that matches no flow.

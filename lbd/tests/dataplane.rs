@@ -281,7 +281,7 @@ fn a58_a_left_over_of_ours_is_replaced_in_either_mode() -> Result<()> {
 fn a24_a_foreign_program_is_not_touched() -> Result<()> {
     let bench = Bench::new()?;
     let mut loader = aya::EbpfLoader::new();
-    for map in ["flows4", "ageing4", "half_open4", "reasons", "frontend_count"] {
+    for map in ["flows4", "ageing4", "half_open4", "reasons", "traffic"] {
         loader.map_max_entries(map, 16);
     }
     let mut foreign = loader.load(OBJECT)?;

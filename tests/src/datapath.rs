@@ -149,14 +149,23 @@ impl Datapath {
 
     /// Counters of a frontend, summed over the CPUs.
     pub fn frontend_counters(&mut self, id: u16) -> Result<abi::FrontendCounters> {
-        let map = self.nics[0].map_mut(names::FRONTEND_COUNTERS).context("map frontend_count")?;
-        let counters: PerCpuArray<_, abi::FrontendCounters> = PerCpuArray::try_from(map)?;
-        let mut total = abi::FrontendCounters::ZERO;
-        for value in counters.get(&u32::from(id), 0)?.iter() {
-            total.in_packets += value.in_packets;
-            total.in_bytes += value.in_bytes;
-            total.out_packets += value.out_packets;
-            total.out_bytes += value.out_bytes;
+        let mut total = abi::FrontendCounters::default();
+        for reverse in [false, true] {
+            let map = self.nics[0].map_mut(names::TRAFFIC).context("map traffic")?;
+            let traffic: PerCpuArray<_, abi::Traffic> = PerCpuArray::try_from(map)?;
+            for value in traffic.get(&abi::traffic_index(id, reverse), 0)?.iter() {
+                let (packets, bytes) = if reverse {
+                    (&mut total.out_packets, &mut total.out_bytes)
+                } else {
+                    (&mut total.in_packets, &mut total.in_bytes)
+                };
+                *packets += value.packets;
+                *bytes += value.bytes;
+            }
+        }
+        let map = self.nics[0].map_mut(names::FRONTEND_EVENTS).context("map frontend_event")?;
+        let events: PerCpuArray<_, abi::FrontendEvents> = PerCpuArray::try_from(map)?;
+        for value in events.get(&u32::from(id), 0)?.iter() {
             total.flows += value.flows;
             total.refused += value.refused;
         }
@@ -190,7 +199,8 @@ const SHARED: &[&str] = &[
     names::TENANT_USE,
     names::SETTINGS,
     names::FRONTEND_OWNERS,
-    names::FRONTEND_COUNTERS,
+    names::TRAFFIC,
+    names::FRONTEND_EVENTS,
     names::REASONS,
     names::SCRATCH,
 ];

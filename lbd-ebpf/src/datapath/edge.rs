@@ -5,7 +5,7 @@ use core::ptr::read_volatile;
 use aya_ebpf::{bindings::xdp_action, programs::XdpContext};
 use lbd_common::abi::{
     FLOW_DEAD, FLOW_REVERSE, Flow4, FlowKey4, STAGE_ANSWER, STAGE_ARP, STAGE_FLAGS, STAGE_LOCAL, STAGE_OPEN,
-    STAGE_PROVE, Segment, Tuple4,
+    STAGE_PROVE, Segment, Tuple4, traffic_index,
 };
 use lbd_common::packet::{ETHERNET, Ipv4Tcp, ethertype};
 use lbd_common::reason::Reason;
@@ -14,7 +14,7 @@ use lbd_common::tcp::{self, ACK, FIN, RST, SYN};
 use super::context::{
     Ethernet, Outcome, at, available, is_for, is_group, mac_pointer, now, refuse, resolve, segment, send, stage,
 };
-use super::maps::{FLOWS4, FRONTEND_COUNTERS, FRONTEND_OWNERS};
+use super::maps::{FLOWS4, FRONTEND_OWNERS, TRAFFIC};
 
 /// Decides which way a frame goes.
 #[inline(always)]
@@ -107,6 +107,18 @@ pub(crate) fn read(flow: *const Flow4, key: &FlowKey4) -> Option<(Tuple4, u16, u
     }
 }
 
+/// Counts a packet of `length` bytes for a frontend on this CPU.
+#[inline(always)]
+pub(crate) fn count_traffic(frontend: u16, reverse: bool, length: u32) {
+    if let Some(traffic) = TRAFFIC.get_ptr_mut(traffic_index(frontend, reverse)) {
+        // SAFETY: this CPU's value.
+        unsafe {
+            (*traffic).packets += 1;
+            (*traffic).bytes += u64::from(length);
+        }
+    }
+}
+
 /// Whose flow it is: on the hub's segment only the flow knows.
 #[inline(always)]
 pub(crate) fn tenant_of(flow: *const Flow4, segment: &Segment) -> u16 {
@@ -160,15 +172,7 @@ fn forward(
         if flow.packets == 0 {
             flow.packets_high = flow.packets_high.wrapping_add(1);
         }
-        if let Some(counters) = FRONTEND_COUNTERS.get_ptr_mut(u32::from(flow.frontend)) {
-            if state & FLOW_REVERSE == 0 {
-                (*counters).in_packets += 1;
-                (*counters).in_bytes += u64::from(length);
-            } else {
-                (*counters).out_packets += 1;
-                (*counters).out_bytes += u64::from(length);
-            }
-        }
+        count_traffic(flow.frontend, state & FLOW_REVERSE != 0, length);
         packet.rewrite(&key.tuple, to);
         Ok(send(ethernet, hop, destination))
     }

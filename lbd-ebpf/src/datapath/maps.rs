@@ -7,8 +7,8 @@ use aya_ebpf::{
     maps::{Array, HashMap, PerCpuArray, ProgramArray, Queue},
 };
 use lbd_common::abi::{
-    self, AddressKey, AgeEntry4, Backend, Flow4, FlowKey4, Frontend, FrontendCounters, FrontendKey, FrontendOwner,
-    HalfOpenSet4, HintLine, LocalAddress, MaglevChunk, NextHop, Scratch, Segment, Settings, Tenant, TenantUse,
+    self, AddressKey, AgeEntry4, Backend, Flow4, FlowKey4, Frontend, FrontendEvents, FrontendKey, FrontendOwner,
+    HalfOpenSet4, HintLine, LocalAddress, MaglevChunk, NextHop, Scratch, Segment, Settings, Tenant, TenantUse, Traffic,
 };
 
 /// Both halves of every flow. Written here only; preallocated, so that inserting never allocates in a softirq.
@@ -69,10 +69,13 @@ pub(crate) static SETTINGS: Array<Settings> = Array::with_max_entries(1, 0);
 #[map(name = "frontend_owner")]
 pub(crate) static FRONTEND_OWNERS: Array<FrontendOwner> = Array::with_max_entries(abi::MAX_FRONTENDS, 0);
 
-/// Counters of frontends. Written here only.
-#[map(name = "frontend_count")]
-pub(crate) static FRONTEND_COUNTERS: PerCpuArray<FrontendCounters> =
-    PerCpuArray::with_max_entries(abi::MAX_FRONTENDS, 0);
+/// Traffic of frontends, by direction. Written here only.
+#[map(name = "traffic")]
+pub(crate) static TRAFFIC: PerCpuArray<Traffic> = PerCpuArray::with_max_entries(2 * abi::MAX_FRONTENDS, 0);
+
+/// Other counters of frontends. Written here only.
+#[map(name = "frontend_event")]
+pub(crate) static FRONTEND_EVENTS: PerCpuArray<FrontendEvents> = PerCpuArray::with_max_entries(abi::MAX_FRONTENDS, 0);
 
 /// Packets not forwarded, by tenant and reason. Written here only.
 #[map(name = "reasons")]

@@ -15,8 +15,9 @@ use super::context::{
     Ethernet, Outcome, Refusal, compare_and_swap, count, fetch_add, ipv4_tcp, mac_pointer, now, refuse, resolve,
     segment, send, settings, stage,
 };
+use super::edge::count_traffic;
 use super::half_open::{Found, Wanted, allocate, find_backend, find_client, promote};
-use super::maps::{ADDRESSES, BACKENDS, FRONTEND_COUNTERS, FRONTENDS, MAGLEV, TENANT_USE, TENANTS};
+use super::maps::{ADDRESSES, BACKENDS, FRONTEND_EVENTS, FRONTENDS, MAGLEV, TENANT_USE, TENANTS};
 use lbd_common::half_open as tag;
 
 /// What all of this stage works with.
@@ -231,9 +232,9 @@ fn nobody(frontend: &Frontend) -> Refusal {
 
 #[inline(always)]
 fn refused(frontend: &Frontend) {
-    if let Some(counters) = FRONTEND_COUNTERS.get_ptr_mut(u32::from(frontend.id)) {
+    if let Some(events) = FRONTEND_EVENTS.get_ptr_mut(u32::from(frontend.id)) {
         // SAFETY: this CPU's value.
-        unsafe { (*counters).refused += 1 };
+        unsafe { (*events).refused += 1 };
     }
 }
 
@@ -285,9 +286,9 @@ pub(crate) fn prove(context: &XdpContext) -> Outcome {
     }
     match promote(&found, &key, packet.headers, now) {
         Ok(true) => {
-            if let Some(counters) = FRONTEND_COUNTERS.get_ptr_mut(u32::from(frontend.id)) {
+            if let Some(events) = FRONTEND_EVENTS.get_ptr_mut(u32::from(frontend.id)) {
                 // SAFETY: this CPU's value.
-                unsafe { (*counters).flows += 1 };
+                unsafe { (*events).flows += 1 };
             }
         }
         Ok(false) => count(Reason::PromoteRace, frontend.tenant),
@@ -308,13 +309,7 @@ fn to_backend(packet: &mut Packet<'_>, to: &Tuple4, next_hop: u16, frontend: &Fr
     if packet.headers.ip.ttl <= 1 {
         return Err(no(Reason::TtlExceeded));
     }
-    if let Some(counters) = FRONTEND_COUNTERS.get_ptr_mut(u32::from(frontend.id)) {
-        // SAFETY: this CPU's value.
-        unsafe {
-            (*counters).in_packets += 1;
-            (*counters).in_bytes += u64::from(length);
-        }
-    }
+    count_traffic(frontend.id, false, length);
     packet.headers.rewrite(&packet.key.tuple, to);
     Ok(send(packet.ethernet, hop, mac_pointer(&hop.destination)))
 }
@@ -395,13 +390,7 @@ fn from_backend(packet: &mut Packet<'_>, to: &Tuple4, found: &Found) -> Outcome 
         record.last_seen = packet.now;
         record.state |= HALF_OPEN_ANSWERED;
     }
-    if let Some(counters) = FRONTEND_COUNTERS.get_ptr_mut(u32::from(frontend)) {
-        // SAFETY: this CPU's value.
-        unsafe {
-            (*counters).out_packets += 1;
-            (*counters).out_bytes += u64::from(length);
-        }
-    }
+    count_traffic(frontend, true, length);
     let back = Tuple4 {
         source_be: client.destination_be,
         destination_be: client.source_be,

@@ -8,9 +8,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use lbd_common::abi::{
-    self, ADDRESS_ANSWER, AddressKey, Backend, ControlRequest, Flow4, FlowKey4, Frontend, FrontendCounters,
-    FrontendKey, FrontendOwner, LocalAddress, MaglevChunk, NextHop, Segment, Settings, Tenant, TenantUse, control,
-    names,
+    self, ADDRESS_ANSWER, AddressKey, Backend, ControlRequest, Flow4, FlowKey4, Frontend, FrontendEvents, FrontendKey,
+    FrontendOwner, LocalAddress, MaglevChunk, NextHop, Segment, Settings, Tenant, TenantUse, Traffic, control, names,
 };
 use zerocopy::IntoBytes;
 
@@ -54,7 +53,8 @@ struct Hop {
 pub(super) struct Programs {
     pub(super) control: OwnedFd,
     pub(super) flows: Map<FlowKey4, Flow4>,
-    pub(super) counters: PerCpu<FrontendCounters>,
+    pub(super) traffic: PerCpu<Traffic>,
+    pub(super) events: PerCpu<FrontendEvents>,
     pub(super) used: Map<u32, TenantUse>,
 }
 
@@ -592,8 +592,13 @@ impl Engine {
         if let Some(programs) = &self.programs {
             for id in gone {
                 // The next frontend with this id shall start from zero.
-                if let Err(error) = programs.counters.clear(u32::from(id)) {
-                    writer.fail(format!("map {}: cannot clear counters: {error}", names::FRONTEND_COUNTERS));
+                let cleared = programs
+                    .traffic
+                    .clear(abi::traffic_index(id, false))
+                    .and_then(|()| programs.traffic.clear(abi::traffic_index(id, true)))
+                    .and_then(|()| programs.events.clear(u32::from(id)));
+                if let Err(error) = cleared {
+                    writer.fail(format!("frontend #{id}: cannot clear its counters: {error}"));
                 }
             }
         }

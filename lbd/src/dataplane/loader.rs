@@ -240,7 +240,7 @@ pub(super) fn shapes(object: &[u8], config: &Config) -> Result<Vec<Shape>, Datap
 
 /// The constant for a map's name.
 pub(super) fn known_name(name: &str) -> &'static str {
-    const KNOWN: [&str; 18] = [
+    const KNOWN: [&str; 19] = [
         names::FLOWS4,
         names::AGEING4,
         names::HALF_OPEN4,
@@ -257,7 +257,8 @@ pub(super) fn known_name(name: &str) -> &'static str {
         names::SCRATCH,
         names::REASONS,
         names::FRONTEND_OWNERS,
-        names::FRONTEND_COUNTERS,
+        names::TRAFFIC,
+        names::FRONTEND_EVENTS,
         HOP_RECORDS,
     ];
     KNOWN.into_iter().find(|known| *known == name).unwrap_or("other")

@@ -322,7 +322,8 @@ fn programs(paths: &Paths, loaded: &Loaded) -> io::Result<Programs> {
     Ok(Programs {
         control: loaded.control.try_clone()?,
         flows: Map::open(&paths.map(names::FLOWS4))?,
-        counters: PerCpu::open(&paths.map(names::FRONTEND_COUNTERS))?,
+        traffic: PerCpu::open(&paths.map(names::TRAFFIC))?,
+        events: PerCpu::open(&paths.map(names::FRONTEND_EVENTS))?,
         used: Map::open(&paths.map(names::TENANT_USE))?,
     })
 }

@@ -9,8 +9,8 @@ use std::path::Path;
 
 use lbd_common::abi::{
     self, AddressKey, Backend, ControlRequest, FLOW_DEAD, FLOW_REVERSE, Flow4, FlowKey4, Frontend, FrontendCounters,
-    FrontendKey, HalfOpen4, HalfOpenSet4, LocalAddress, MaglevChunk, NextHop, Segment, Settings, Tenant, TenantUse,
-    control, names,
+    FrontendEvents, FrontendKey, HalfOpen4, HalfOpenSet4, LocalAddress, MaglevChunk, NextHop, Segment, Settings,
+    Tenant, TenantUse, Traffic, control, names,
 };
 use lbd_common::half_open;
 use zerocopy::IntoBytes;
@@ -241,17 +241,36 @@ impl Pins {
 
     /// Counters of frontends by id, summed over CPUs, without those that are all zero.
     pub fn frontend_counters(&self) -> Result<BTreeMap<u16, FrontendCounters>, DataplaneError> {
-        let mut found = BTreeMap::new();
-        PerCpu::<FrontendCounters>::open(&self.paths.map(names::FRONTEND_COUNTERS))
+        let mut found: BTreeMap<u16, FrontendCounters> = BTreeMap::new();
+        PerCpu::<Traffic>::open(&self.paths.map(names::TRAFFIC))
             .and_then(|map| {
                 map.for_each(|index, values| {
-                    let total = values.iter().fold(FrontendCounters::ZERO, |total, value| add(&total, value));
-                    if total != FrontendCounters::ZERO {
-                        found.insert(index as u16, total);
+                    let packets = sum(values.iter().map(|value| value.packets));
+                    let bytes = sum(values.iter().map(|value| value.bytes));
+                    if packets == 0 && bytes == 0 {
+                        return;
+                    }
+                    let counters = found.entry((index % abi::MAX_FRONTENDS) as u16).or_default();
+                    if index < abi::MAX_FRONTENDS {
+                        (counters.in_packets, counters.in_bytes) = (packets, bytes);
+                    } else {
+                        (counters.out_packets, counters.out_bytes) = (packets, bytes);
                     }
                 })
             })
-            .map_err(DataplaneError::system(format!("cannot read map {}", names::FRONTEND_COUNTERS)))?;
+            .map_err(DataplaneError::system(format!("cannot read map {}", names::TRAFFIC)))?;
+        PerCpu::<FrontendEvents>::open(&self.paths.map(names::FRONTEND_EVENTS))
+            .and_then(|map| {
+                map.for_each(|index, values| {
+                    let flows = sum(values.iter().map(|value| value.flows));
+                    let refused = sum(values.iter().map(|value| value.refused));
+                    if flows != 0 || refused != 0 {
+                        let counters = found.entry(index as u16).or_default();
+                        (counters.flows, counters.refused) = (flows, refused);
+                    }
+                })
+            })
+            .map_err(DataplaneError::system(format!("cannot read map {}", names::FRONTEND_EVENTS)))?;
         Ok(found)
     }
 
@@ -293,15 +312,9 @@ impl Pins {
     }
 }
 
-fn add(left: &FrontendCounters, right: &FrontendCounters) -> FrontendCounters {
-    FrontendCounters {
-        in_packets: left.in_packets.wrapping_add(right.in_packets),
-        in_bytes: left.in_bytes.wrapping_add(right.in_bytes),
-        out_packets: left.out_packets.wrapping_add(right.out_packets),
-        out_bytes: left.out_bytes.wrapping_add(right.out_bytes),
-        flows: left.flows.wrapping_add(right.flows),
-        refused: left.refused.wrapping_add(right.refused),
-    }
+/// Counters of all CPUs; they wrap, like each of them.
+fn sum(values: impl Iterator<Item = u64>) -> u64 {
+    values.fold(0, u64::wrapping_add)
 }
 
 fn key_bytes(key: &FlowKey4) -> [u8; 16] {

@@ -383,7 +383,7 @@ fn services(place: &Place, agent: &Client) -> Result<(Vec<Service>, Vec<Backend>
         let (clock, settings) = clock(pins)?;
         let counts = FlowCounts::of(live_flows(pins, clock, &settings)?);
         for service in &mut services {
-            let counter = counters.get(&service.id).copied().unwrap_or(abi::FrontendCounters::ZERO);
+            let counter = counters.get(&service.id).copied().unwrap_or(abi::FrontendCounters::default());
             service.flows = Some(counts.frontend.get(&service.id).copied().unwrap_or_default());
             service.accepted = Some(counter.flows);
             service.refused = Some(counter.refused);
