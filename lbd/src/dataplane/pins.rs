@@ -115,8 +115,12 @@ impl Pins {
     pub fn flows(&self) -> Result<Vec<FlowPair>, DataplaneError> {
         let segments: BTreeMap<u16, u16> =
             self.next_hops()?.into_iter().map(|(index, (_, hop))| (index, hop.segment)).collect();
-        let mut forward = Vec::new();
-        let mut reverse: HashMap<[u8; 16], Flow4, BuildHasherDefault<KeyHasher>> = HashMap::default();
+        // Room for all at once: growing to a million flows would copy them again and again.
+        let live = self.tenants()?.values().map(|(_, used)| used.flows).sum::<u64>();
+        let live = live.min(1 << 21) as usize;
+        let mut forward = Vec::with_capacity(live);
+        let mut reverse: HashMap<[u8; 16], Flow4, BuildHasherDefault<KeyHasher>> =
+            HashMap::with_capacity_and_hasher(live, BuildHasherDefault::default());
         self.map::<FlowKey4, Flow4>(names::FLOWS4)?
             .for_each(|key, flow| {
                 if flow.state & FLOW_DEAD != 0 {

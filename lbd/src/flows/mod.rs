@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 use std::fmt;
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, SocketAddr, SocketAddrV4};
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -442,8 +442,24 @@ pub fn top(flows: impl Iterator<Item = Flow>, count: usize, by: By) -> Vec<Flow>
 /// All, by VIP and client.
 pub fn sorted(flows: impl Iterator<Item = Flow>) -> Vec<Flow> {
     let mut all: Vec<Flow> = flows.collect();
-    all.sort_unstable_by_key(order);
-    all
+    // Sorting small keys and moving each flow once takes a third of the time of sorting flows.
+    match all.iter().zip(0..).map(|(flow, index)| Some((order4(flow)?, index))).collect::<Option<Vec<(u128, u32)>>>() {
+        Some(mut keys) => {
+            keys.sort_unstable();
+            keys.into_iter().map(|(_, index)| all[index as usize]).collect()
+        }
+        None => {
+            all.sort_unstable_by_key(order);
+            all
+        }
+    }
+}
+
+/// [`order`] as a number, if both addresses are IPv4.
+fn order4(flow: &Flow) -> Option<u128> {
+    let (SocketAddr::V4(vip), SocketAddr::V4(client)) = (flow.vip, flow.client) else { return None };
+    let socket = |socket: SocketAddrV4| u128::from(u32::from(*socket.ip())) << 16 | u128::from(socket.port());
+    Some(socket(vip) << 72 | socket(client) << 24 | u128::from(flow.segment) << 8 | u128::from(flow.protocol))
 }
 
 /// `address:port` as text, on the stack. A million flows have four million of them, and the standard formatter takes its time.
@@ -826,6 +842,18 @@ mod tests {
         let equal = top(flows.iter().copied(), 2, By::Age);
         assert_eq!(equal.iter().map(|flow| flow.client.port()).collect::<Vec<_>>(), [0, 2]);
         assert!(top(flows.into_iter(), 0, By::Age).is_empty());
+    }
+
+    #[test]
+    fn both_ways_of_sorting_agree() {
+        let mut flows: Vec<Flow> = (0..200u16).filter_map(|port| flow(&pair(port.wrapping_mul(31_337), 0))).collect();
+        for (flow, number) in flows.iter_mut().zip(0u16..) {
+            flow.vip.set_port(number % 3);
+            flow.segment = number % 5;
+        }
+        let mut expected = flows.clone();
+        expected.sort_by_key(order);
+        assert_eq!(sorted(flows.into_iter()), expected);
     }
 
     #[test]
