@@ -40,6 +40,8 @@ pub mod names {
     pub const TENANT_USE: &str = "tenant_use";
     /// Array with one [`super::Settings`].
     pub const SETTINGS: &str = "settings";
+    /// Hash: ids of our programs at NICs and, with [`super::OWN_INTERFACE`], indexes of those NICs.
+    pub const OWN: &str = "own";
     /// Per-CPU array with one [`super::Scratch`]: what a stage hands to the next.
     pub const SCRATCH: &str = "scratch";
     /// Per-CPU array of `u64`, index `tenant * REASON_SLOTS + reason`.
@@ -90,6 +92,10 @@ pub const MAX_BACKENDS: u32 = 65_536;
 pub const MAX_NEXT_HOPS: u32 = 65_536;
 /// Entries of [`names::ADDRESSES`].
 pub const MAX_ADDRESSES: u32 = 65_536;
+/// Entries of [`names::OWN`]: for each NIC its index, its program and the one that replaces it.
+pub const MAX_OWN: u32 = 4 * MAX_NICS;
+/// Bit that tells interface indexes from program ids in [`names::OWN`].
+pub const OWN_INTERFACE: u32 = 1 << 31;
 /// Lookup slots in one [`MaglevChunk`].
 pub const CHUNK_SLOTS: u32 = 32;
 /// Entries of [`names::MAGLEV`]: 4 MiB, two million slots.
@@ -691,6 +697,10 @@ pub const STAGE_PROGRAMS: [(u32, &str); 7] = [
     (STAGE_LOCAL, "lbd_local"),
     (STAGE_REJECT, "lbd_reject"),
 ];
+
+/// The programs at tracepoints of the group `xdp`, which count what goes wrong after the verdict: tracepoint and program name.
+pub const TRACE_PROGRAMS: [(&str, &str); 3] =
+    [("xdp_redirect_err", "lbd_failed"), ("xdp_exception", "lbd_failed"), ("xdp_devmap_xmit", "lbd_sent")];
 
 /// `.rodata` of the edge program, set for each NIC at load: name of the NIC's first index into [`names::SEGMENTS`].
 pub const GLOBAL_SEGMENT_BASE: &str = "SEGMENT_BASE";

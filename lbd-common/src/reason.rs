@@ -141,6 +141,8 @@ reasons! {
     NoBackendQuiet = 44, "no_backend_quiet", Drop;
     /// SNAT port whose backend sent a SYN-ACK for another connection
     StaleAnswer = 45, "stale_answer", Drop;
+    /// translated and sent, but not taken by the outgoing interface's driver: see `lbd check`
+    RedirectFailed = 46, "redirect_failed", Drop;
 }
 
 const _: () = {

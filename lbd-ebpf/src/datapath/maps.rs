@@ -81,6 +81,10 @@ pub(crate) static FRONTEND_EVENTS: PerCpuArray<FrontendEvents> = PerCpuArray::wi
 #[map(name = "reasons")]
 pub(crate) static REASONS: PerCpuArray<u64> = PerCpuArray::with_max_entries(abi::MAX_TENANTS * abi::REASON_SLOTS, 0);
 
+/// Ids of our programs at NICs and, with [`abi::OWN_INTERFACE`], the NICs' indexes.
+#[map(name = "own")]
+pub(crate) static OWN: HashMap<u32, u32> = HashMap::with_max_entries(abi::MAX_OWN, BPF_F_NO_PREALLOC);
+
 /// What a stage hands to the next.
 #[map(name = "scratch")]
 pub(crate) static SCRATCH: PerCpuArray<Scratch> = PerCpuArray::with_max_entries(1, 0);

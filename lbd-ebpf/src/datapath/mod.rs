@@ -14,8 +14,13 @@ mod local;
 mod maps;
 mod new;
 mod reject;
+mod trace;
 
-use aya_ebpf::{Global, macros::xdp, programs::XdpContext};
+use aya_ebpf::{
+    Global,
+    macros::{tracepoint, xdp},
+    programs::{TracePointContext, XdpContext},
+};
 
 use context::conclude;
 
@@ -79,6 +84,20 @@ pub(crate) fn lbd_reject(context: XdpContext) -> u32 {
 #[xdp]
 pub(crate) fn lbd_control(context: XdpContext) -> u32 {
     control::control(&context)
+}
+
+/// Tracepoints `xdp_redirect_err` and `xdp_exception`.
+#[tracepoint]
+pub(crate) fn lbd_failed(context: TracePointContext) -> u32 {
+    trace::failed(&context);
+    0
+}
+
+/// Tracepoint `xdp_devmap_xmit`.
+#[tracepoint]
+pub(crate) fn lbd_sent(context: TracePointContext) -> u32 {
+    trace::transmitted(&context);
+    0
 }
 
 /// Leaves every packet to the kernel.

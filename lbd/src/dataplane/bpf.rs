@@ -625,7 +625,8 @@ impl<V: Plain> PerCpu<V> {
         }
     }
 
-    fn get(&self, index: u32) -> io::Result<Vec<V>> {
+    /// The values of all CPUs.
+    pub(super) fn get(&self, index: u32) -> io::Result<Vec<V>> {
         let mut values = vec![V::new_zeroed(); self.cpus];
         let mut attribute = ElementAttribute {
             map: raw(self.fd.as_fd()),

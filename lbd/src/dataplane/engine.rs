@@ -11,6 +11,7 @@ use lbd_common::abi::{
     self, ADDRESS_ANSWER, AddressKey, Backend, ControlRequest, Flow4, FlowKey4, Frontend, FrontendEvents, FrontendKey,
     FrontendOwner, LocalAddress, MaglevChunk, NextHop, Segment, Settings, Tenant, TenantUse, Traffic, control, names,
 };
+use lbd_common::reason::Reason;
 use zerocopy::IntoBytes;
 
 use super::bpf::{self, Map, PerCpu};
@@ -56,6 +57,7 @@ pub(super) struct Programs {
     pub(super) traffic: PerCpu<Traffic>,
     pub(super) events: PerCpu<FrontendEvents>,
     pub(super) used: Map<u32, TenantUse>,
+    pub(super) reasons: PerCpu<u64>,
 }
 
 impl Programs {
@@ -75,6 +77,12 @@ impl Programs {
             }
         }
         Ok(())
+    }
+
+    /// Packets that a driver did not take after our verdict.
+    pub(super) fn redirects_failed(&self) -> io::Result<u64> {
+        let values = self.reasons.get(Reason::RedirectFailed as u32)?;
+        Ok(values.iter().fold(0, |total, &value| total.wrapping_add(value)))
     }
 
     /// Flows that live now, by the datapath's count.
@@ -165,6 +173,8 @@ pub(super) struct Engine {
     /// Hops that the plan needs.
     needed: BTreeSet<HopKey>,
     next_index: u32,
+    /// When a redirect was last seen to fail, and how many did so far.
+    pub(super) redirects_failed: Option<(Instant, u64)>,
     /// Resets to repeat when connections that were half-open then are over.
     again: Vec<(Instant, BTreeSet<Reset>)>,
 }
@@ -190,6 +200,7 @@ impl Engine {
             needed: BTreeSet::new(),
             next_index: 1,
             again: Vec::new(),
+            redirects_failed: None,
         };
         engine.recover_hops();
         engine.recover_regions()?;

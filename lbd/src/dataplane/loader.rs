@@ -8,7 +8,8 @@ use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use aya::maps::{Map, MapData, ProgramArray};
-use aya::programs::Xdp;
+use aya::programs::links::FdLink;
+use aya::programs::{ProgramError, TracePoint, Xdp};
 use aya::{Ebpf, EbpfLoader};
 use lbd_common::abi::{self, names};
 
@@ -16,6 +17,9 @@ use super::bpf::{self, MapInfo};
 use super::netlink::{Client, LinkDetails};
 use super::{Attached, DataplaneError, InterfaceXdp, Mode};
 use crate::config::{Config, XdpMode};
+
+/// Pins of the programs at tracepoints begin with this.
+const TRACE: &str = "trace-";
 
 /// The agent's own map: what each next hop stands for.
 pub(super) const HOP_RECORDS: &str = "next_hop_keys";
@@ -240,7 +244,8 @@ pub(super) fn shapes(object: &[u8], config: &Config) -> Result<Vec<Shape>, Datap
 
 /// The constant for a map's name.
 pub(super) fn known_name(name: &str) -> &'static str {
-    const KNOWN: [&str; 19] = [
+    const KNOWN: [&str; 20] = [
+        names::OWN,
         names::FLOWS4,
         names::AGEING4,
         names::HALF_OPEN4,
@@ -477,9 +482,8 @@ impl Loader {
         Ok(held)
     }
 
-    fn load(&self, interface: &str, index: u32, slot: u32) -> Result<Loaded, DataplaneError> {
-        let failed = |message: String| DataplaneError::Load { interface: interface.to_owned(), message };
-        let base = slot * abi::VLANS;
+    /// The object over the pinned maps.
+    fn object(&self, base: u32, index: u32) -> Result<Ebpf, String> {
         let mut loader = EbpfLoader::new();
         loader.override_global(abi::GLOBAL_SEGMENT_BASE, &base, true).override_global(
             abi::GLOBAL_IFINDEX,
@@ -492,7 +496,66 @@ impl Loader {
         for shape in &self.shapes {
             loader.map_pin_path(&shape.name, self.paths.map(&shape.name));
         }
-        let mut ebpf = loader.load(&self.object).map_err(|error| failed(chain(&error)))?;
+        loader.load(&self.object).map_err(|error| chain(&error))
+    }
+
+    /// Attaches the programs that count what goes wrong after the verdict. They are no condition for forwarding: the error is for a
+    /// warning.
+    pub(super) fn trace(&self) -> Result<(), String> {
+        let mut ebpf = self.object(0, 0)?;
+        let mut current = Vec::new();
+        for (tracepoint, name) in abi::TRACE_PROGRAMS {
+            let program: &mut TracePoint = ebpf
+                .program_mut(name)
+                .ok_or_else(|| format!("the object has no program {name}"))?
+                .try_into()
+                .map_err(|error: ProgramError| chain(&error))?;
+            match program.load() {
+                Ok(()) | Err(ProgramError::AlreadyLoaded) => {}
+                Err(error) => return Err(format!("program {name}: {}", chain(&error))),
+            }
+            let info = program
+                .fd()
+                .map_err(|error| chain(&error))
+                .and_then(|fd| bpf::program_info(fd.as_fd()).map_err(|error| error.to_string()))?;
+            let pin = format!("{TRACE}{tracepoint}-{:016x}", u64::from_be_bytes(info.tag));
+            let path = self.paths.map(&pin);
+            if !path.exists() {
+                let link = program
+                    .attach("xdp", tracepoint)
+                    .and_then(|link| program.take_link(link))
+                    .map_err(|error| format!("tracepoint {tracepoint}: {}", chain(&error)))?;
+                let link =
+                    FdLink::try_from(link).map_err(|error| format!("tracepoint {tracepoint}: {}", chain(&error)))?;
+                link.pin(&path).map_err(|error| format!("cannot pin at {}: {}", path.display(), chain(&error)))?;
+            }
+            current.push(pin);
+        }
+        for (name, path) in entries(&self.paths.maps) {
+            if name.starts_with(TRACE) && !current.contains(&name) {
+                let _ = fs::remove_file(path);
+            }
+        }
+        Ok(())
+    }
+
+    /// Tells those programs which NICs and programs are ours.
+    pub(super) fn own<'a>(&self, nics: impl IntoIterator<Item = &'a Nic>) -> io::Result<()> {
+        let map = bpf::Map::<u32, u32>::open(&self.paths.map(names::OWN))?;
+        let wanted: Vec<u32> =
+            nics.into_iter().flat_map(|nic| [nic.program_id, abi::OWN_INTERFACE | nic.index]).collect();
+        let mut stale = Vec::new();
+        map.for_each(|&key, _| stale.extend((!wanted.contains(&key)).then_some(key)))?;
+        for key in stale {
+            map.delete(&key)?;
+        }
+        wanted.iter().try_for_each(|key| map.set(key, &1))
+    }
+
+    fn load(&self, interface: &str, index: u32, slot: u32) -> Result<Loaded, DataplaneError> {
+        let failed = |message: String| DataplaneError::Load { interface: interface.to_owned(), message };
+        let base = slot * abi::VLANS;
+        let mut ebpf = self.object(base, index).map_err(failed)?;
         let Some(Map::ProgramArray(stages)) = ebpf.take_map(names::STAGES) else {
             return Err(DataplaneError::Object { message: format!("it has no program array {}", names::STAGES) });
         };
@@ -772,7 +835,7 @@ fn load_program<'a>(ebpf: &'a mut Ebpf, name: &str, fingerprint: &mut Fingerprin
         .program_mut(name)
         .ok_or_else(|| format!("the object has no program {name}"))?
         .try_into()
-        .map_err(|error: aya::programs::ProgramError| format!("program {name}: {}", chain(&error)))?;
+        .map_err(|error: ProgramError| format!("program {name}: {}", chain(&error)))?;
     program.load().map_err(|error| format!("program {name}: {}", chain(&error)))?;
     let info = program
         .fd()

@@ -176,6 +176,15 @@ impl Dataplane {
         let mut engine = engine;
         engine.facts = client.facts().map_err(netlink)?;
         engine.neighbours = client.neighbours().map_err(netlink)?;
+        let traced = loader
+            .own(engine.nics.values())
+            .map_err(|error| format!("map {}: {error}", names::OWN))
+            .and_then(|()| loader.trace());
+        if let Err(error) = traced {
+            tracing::warn!(
+                "redirects that a driver refuses are not counted: {error}; is tracefs at /sys/kernel/tracing, is there CAP_PERFMON?"
+            );
+        }
         for interface in loader.release_others(&interfaces) {
             tracing::warn!("{interface}: no longer configured, detached");
         }
@@ -325,6 +334,7 @@ fn programs(paths: &Paths, loaded: &Loaded) -> io::Result<Programs> {
         traffic: PerCpu::open(&paths.map(names::TRAFFIC))?,
         events: PerCpu::open(&paths.map(names::FRONTEND_EVENTS))?,
         used: Map::open(&paths.map(names::TENANT_USE))?,
+        reasons: PerCpu::open(&paths.map(names::REASONS))?,
     })
 }
 

@@ -214,6 +214,9 @@ fn new_facts(shared: &Shared, facts: HostFacts, attempts: &mut BTreeMap<String, 
             Ok(nic) => {
                 tracing::warn!("{interface} was made anew: attached again");
                 engine.nics.insert(interface, nic);
+                if let Err(error) = loader.own(engine.nics.values()) {
+                    tracing::warn!("redirects that a driver refuses are not counted: {error}");
+                }
             }
             Err(error) => tracing::error!("{interface} was made anew: {error}"),
         }
@@ -307,6 +310,8 @@ fn addresses(shared: &Shared, woken: &UnixStream) {
 }
 
 fn publish(shared: &Shared, engine: &Engine) {
+    /// How long failed redirects are shown after the last one.
+    const SHOWN: Duration = Duration::from_mins(1);
     let taken: BTreeSet<(SegmentName, IpAddr)> = engine
         .claims
         .taken()
@@ -335,6 +340,13 @@ fn publish(shared: &Shared, engine: &Engine) {
         let message = nic.warning.clone()?;
         Some(Notice { reason: "GenericMode", service: None, tenant: None, message })
     }));
+    if let Some((_, failures)) = engine.redirects_failed.filter(|(seen, _)| seen.elapsed() < SHOWN) {
+        let message = format!(
+            "{failures} packets were translated but not taken by the outgoing interface's driver: a veth's peer needs an XDP program \
+             or `ethtool -K PEER gro on`, a NIC a driver with XDP redirect; see `lbd check`"
+        );
+        notices.push(Notice { reason: "RedirectFailed", service: None, tenant: None, message });
+    }
     notices.sort();
     shared.taken.send_if_modified(|old| replace(old, taken));
     shared.notices.send_if_modified(|old| replace(old, notices));
@@ -350,6 +362,7 @@ fn flows(shared: &Shared, woken: &UnixStream) {
     /// Seconds in which the clock hand passes over all flows, at least.
     const ROUND: u64 = 8;
     let mut last = Instant::now();
+    let mut seen = None;
     while !shared.stopping() {
         wait(&[woken.as_raw_fd()], Duration::from_secs(1));
         drain(woken);
@@ -367,6 +380,12 @@ fn flows(shared: &Shared, woken: &UnixStream) {
             tracing::info!("{reset} flows removed that were half-open when their target went away");
         }
         let Some(programs) = shared.engine().programs.clone() else { continue };
+        if let Ok(failures) = programs.redirects_failed() {
+            if failures != *seen.get_or_insert(failures) {
+                shared.engine().redirects_failed = Some((last, failures));
+            }
+            seen = Some(failures);
+        }
         let result = programs.live_flows().and_then(|live| programs.age(live / ROUND + 1024));
         if let Err(error) = result {
             tracing::warn!("cannot let flows end: {error}");
