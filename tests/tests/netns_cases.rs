@@ -426,6 +426,7 @@ fn a57_removal_leaves_nothing_and_cuts_nobody_else_off() -> Result<()> {
         let _host = Peer::serve(&bench.lab, &bench.lb, "host", &[Listener::plain("192.0.2.2", 8080)])?;
         let ticker = Ticker::start(&bench.lab, &bench.near, "192.0.2.2:8080", false, 10)?;
         let hold = Hold::start(&bench.lab, &bench.near, TARGET, false, 20, 10)?;
+        std::thread::sleep(Duration::from_millis(300));
         if mode == "native" {
             agent.stop()?;
         } else {
