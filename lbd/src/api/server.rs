@@ -254,6 +254,8 @@ async fn readyz(State(shared): State<Shared>) -> Response {
         (StatusCode::SERVICE_UNAVAILABLE, "no plan is in the datapath yet\n").into_response()
     } else if let Some(error) = &view.status.apply.error {
         (StatusCode::SERVICE_UNAVAILABLE, format!("the datapath can't be changed: {error}\n")).into_response()
+    } else if view.notices.contains_key("RedirectFailed") {
+        (StatusCode::SERVICE_UNAVAILABLE, "packets are lost after the redirect, see `lbctl status`\n").into_response()
     } else {
         "ok\n".into_response()
     }
