@@ -344,7 +344,7 @@ abi_struct! {
         pub pad: u16,
         /// On-link IPv4 prefix: network address.
         pub network4_be: u32,
-        /// On-link IPv4 prefix: mask (zero: no prefix, all clients are off-link).
+        /// On-link IPv4 prefix: mask (all ones: no prefix, all clients are off-link).
         pub mask4_be: u32,
         /// Egress MTU of the NIC for IP packets.
         pub mtu: u32,
@@ -542,7 +542,7 @@ pub const TENANT_HOST_ACCESS_OWN: u32 = 1 << 0;
 pub const TENANT_HOST_ACCESS_ICMP: u32 = 1 << 1;
 
 abi_struct! {
-    /// What a tenant uses now. Written with atomic adds.
+    /// What a tenant uses now. Written with atomic adds. At index 0 (no tenant), `window` is the tick of the last hint that was left.
     pub struct TenantUse {
         /// Live flows.
         pub flows: u64,

@@ -52,7 +52,6 @@ pub fn hash_words<const N: usize>(seed: &Seed, domain: u64, words: [u64; N]) -> 
 
 const DOMAIN_FLOW: u64 = 1;
 const DOMAIN_SOURCE: u64 = 2;
-const DOMAIN_REVERSE: u64 = 3;
 
 #[inline(always)]
 fn address_word(tuple: &Tuple4) -> u64 {
@@ -80,19 +79,24 @@ pub fn source4(seed: &Seed, client_be: u32) -> u64 {
 }
 
 /// Hash of a reverse tuple (backend, SNAT address and port): the owner word of a half-open record. Never zero.
+///
+/// Not keyed: the SNAT port in it is chosen by the keyed hash, so that no client can aim; two multiplications do (the finalizer of
+/// MurmurHash3, Appleby).
 #[inline(always)]
-pub fn reverse4(seed: &Seed, to: &Tuple4, segment: u16, protocol: u8) -> u32 {
-    let ports = u64::from(to.source_port_be) << 48
-        | u64::from(to.destination_port_be) << 32
-        | u64::from(segment) << 16
+pub fn reverse4(to: &Tuple4, segment: u16, protocol: u8) -> u32 {
+    let ports = (u64::from(to.source_port_be) << 48)
+        | (u64::from(to.destination_port_be) << 32)
+        | (u64::from(segment) << 16)
         | u64::from(protocol);
-    (hash_words(seed, DOMAIN_REVERSE, [address_word(to), ports]) as u32) | 1
+    let mut mixed = address_word(to).wrapping_mul(0xff51_afd7_ed55_8ccd);
+    mixed = (mixed ^ (mixed >> 33) ^ ports).wrapping_mul(0xc4ce_b9fe_1a85_ec53);
+    ((mixed >> 32) as u32) | 1
 }
 
 /// Slot of a lookup table with `size` slots.
 #[inline(always)]
 pub const fn slot(hash: u64, size: u32) -> u32 {
-    ((hash & 0xffff_ffff) * size as u64 >> 32) as u32
+    (((hash & 0xffff_ffff) * size as u64) >> 32) as u32
 }
 
 /// Number of hashed tries for a SNAT port before the scan.
@@ -106,13 +110,13 @@ pub const fn snat_port(hash: u64, attempt: u32, first: u16, last: u16) -> u16 {
     mixed ^= mixed >> 29;
     mixed = mixed.wrapping_mul(0xbf58_476d_1ce4_e5b9);
     mixed ^= mixed >> 32;
-    first.wrapping_add(((mixed & 0xffff_ffff) * range as u64 >> 32) as u16)
+    first.wrapping_add((((mixed & 0xffff_ffff) * range as u64) >> 32) as u16)
 }
 
 /// Set of half-open records for a SNAT port. `sets` is a power of two.
 #[inline(always)]
 pub const fn half_open_set(port: u16, sets: u32) -> u32 {
-    (port as u32).wrapping_mul(0x9e37_79b1) >> 7 & sets.wrapping_sub(1)
+    ((port as u32).wrapping_mul(0x9e37_79b1) >> 7) & sets.wrapping_sub(1)
 }
 
 #[cfg(test)]

@@ -30,9 +30,9 @@ mod driver {
     #[unsafe(no_mangle)]
     static REVERSE: Global<u32> = Global::new(0);
 
-    /// The packet to restore: 64 bytes, as words.
+    /// The packet to restore. It is restored byte by byte, as the C driver does in whose unit the targets are given.
     #[map(name = "template")]
-    static TEMPLATE: Array<[u64; 8]> = Array::with_max_entries(1, 0);
+    static TEMPLATE: Array<[u8; LENGTH]> = Array::with_max_entries(1, 0);
 
     /// Number of the next flow.
     #[map(name = "next_flow")]
@@ -62,12 +62,7 @@ mod driver {
         let counter = NEXT_FLOW.get_ptr_mut(0)?;
         // SAFETY: LENGTH bytes of the packet were checked; `counter` is a map value.
         unsafe {
-            let words = start as *mut u64;
-            let mut index = 0;
-            while index < LENGTH / 8 {
-                *words.add(index) = template[index];
-                index += 1;
-            }
+            restore(start, template);
             let mut flow = *counter;
             *counter = flow + 1;
             if flow >= u64::from(FLOWS.load()) {
@@ -85,6 +80,15 @@ mod driver {
             TARGET.tail_call(context, 0);
         }
         None
+    }
+
+    /// # Safety
+    ///
+    /// LENGTH bytes from `start` are packet data, checked.
+    #[inline(always)]
+    unsafe fn restore(start: usize, template: &[u8; LENGTH]) {
+        // SAFETY: the caller's. Bytes have no alignment, so that this is a copy byte by byte.
+        unsafe { core::ptr::copy_nonoverlapping(template, start as *mut [u8; LENGTH], 1) };
     }
 
     /// A refusal has shortened the packet.
@@ -161,12 +165,7 @@ mod driver {
                 }
                 add(owner, u64::MAX);
             }
-            let words = start as *mut u64;
-            let mut index = 0;
-            while index < LENGTH / 8 {
-                *words.add(index) = template[index];
-                index += 1;
-            }
+            restore(start, template);
             packet.ip.source_be = (CLIENTS.load() + (number / 2) as u32 % 65_536).to_be();
             packet.tcp.source_port_be = 1024u16.to_be();
             packet.tcp.flags = if giving_up { 4 } else { 2 };

@@ -111,12 +111,9 @@ impl Claimer {
         target.set(0, &datapath.edge(TENANT_NIC)?, 0)?;
         let mut frame = syn.frame();
         frame.resize(64, 0);
-        let mut words = [0u64; 8];
-        for (word, chunk) in words.iter_mut().zip(frame.chunks_exact(8)) {
-            *word = u64::from_ne_bytes(chunk.try_into()?);
-        }
-        let mut map: aya::maps::Array<_, [u64; 8]> = ebpf.map_mut("template").context("template")?.try_into()?;
-        map.set(0, words, 0)?;
+        let frame: [u8; 64] = frame.try_into().map_err(|_| anyhow::anyhow!("64 bytes"))?;
+        let mut map: aya::maps::Array<_, [u8; 64]> = ebpf.map_mut("template").context("template")?.try_into()?;
+        map.set(0, frame, 0)?;
         Ok(Self { ebpf, _target: target })
     }
 

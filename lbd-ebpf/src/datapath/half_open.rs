@@ -12,11 +12,12 @@ use lbd_common::half_open as tag;
 use lbd_common::hash;
 use lbd_common::packet::{Ipv4Tcp, TCP};
 use lbd_common::reason::Reason;
+use lbd_common::tcp;
 
 use super::age::{charge, enqueue, lbd_age_step};
 use super::context::{compare_and_swap, opaque, scratch};
 use super::flags::mark;
-use super::maps::{FLOWS4, HALF_OPEN4, HINTS4, SETTINGS};
+use super::maps::{FLOWS4, HALF_OPEN4, HINTS4, SETTINGS, TENANT_USE};
 
 /// A record that was found or claimed.
 pub(crate) struct Found {
@@ -205,6 +206,10 @@ pub(crate) extern "C" fn lbd_leave_hint(hash: u64, port: u32, now: u32) -> u64 {
     }
     // SAFETY: as above; an aligned word is written at once.
     unsafe { write_volatile(hint_word(line, place), tag::hint(hash, port as u16, now)) };
+    if let Some(nobody) = TENANT_USE.get_ptr_mut(0) {
+        // SAFETY: as above.
+        unsafe { write_volatile(&raw mut (*nobody).window, u64::from(now)) };
+    }
     0
 }
 
@@ -243,7 +248,7 @@ pub(crate) struct Wanted<'a> {
 
 /// Finds a SNAT port that makes `to` unique and claims it: `to.source_port_be` is set.
 #[inline(always)]
-pub(crate) fn allocate(wanted: &Wanted<'_>, to: &mut Tuple4, now: u32, settings: &Settings) -> Result<Found, Reason> {
+pub(crate) fn allocate(wanted: &Wanted<'_>, to: &mut Tuple4, now: u32) -> Result<Found, Reason> {
     let mut full = false;
     let mut attempt = 0;
     let tries = opaque::<{ hash::PORT_TRIES }>();
@@ -251,7 +256,7 @@ pub(crate) fn allocate(wanted: &Wanted<'_>, to: &mut Tuple4, now: u32, settings:
         let port = hash::snat_port(wanted.hash, attempt, wanted.first, wanted.last);
         to.source_port_be = port.to_be();
         let index = hash::half_open_set(port, HALF_OPEN_SETS);
-        let reverse = hash::reverse4(&settings.seed, to, wanted.backend_segment, TCP);
+        let reverse = hash::reverse4(to, wanted.backend_segment, TCP);
         let claimed = lbd_claim(index, reverse, wanted.hash, now);
         if claimed < TAKEN {
             let set = HALF_OPEN4.get_ptr_mut(index).ok_or(Reason::Internal)?;
@@ -295,11 +300,22 @@ fn hint_word(line: *mut lbd_common::abi::HintLine, way: usize) -> *mut u64 {
 
 /// The half-open record of a client's connection.
 #[inline(always)]
-pub(crate) fn find_client(key: &FlowKey4, hash: u64, first: u16, last: u16, now: u32) -> Option<Found> {
+pub(crate) fn find_client(
+    key: &FlowKey4,
+    hash: u64,
+    first: u16,
+    last: u16,
+    now: u32,
+    settings: &Settings,
+) -> Option<Found> {
     scratch()?.key = *key;
     let mut index = hash::half_open_set(hash::snat_port(hash, 0, first, last), HALF_OPEN_SETS);
     let mut way = lbd_find_client(index, hash, now);
     if way >= NONE {
+        // As long as first choices are free, there are no hints, and no cache line to miss for them.
+        if tcp::elapsed(now, TENANT_USE.get(0)?.window as u32) > settings.tcp_half_open {
+            return None;
+        }
         let port = lbd_find_hint(hash, now);
         if port >= NONE {
             return None;
@@ -312,10 +328,10 @@ pub(crate) fn find_client(key: &FlowKey4, hash: u64, first: u16, last: u16, now:
 
 /// The half-open record that a backend's packet belongs to; `to` is the packet's tuple turned around.
 #[inline(always)]
-pub(crate) fn find_backend(to: &Tuple4, segment: u16, now: u32, settings: &Settings) -> Option<Found> {
+pub(crate) fn find_backend(to: &Tuple4, segment: u16, now: u32) -> Option<Found> {
     scratch()?.key = FlowKey4 { tuple: *to, segment, protocol: TCP, pad: 0 };
     let index = hash::half_open_set(u16::from_be(to.source_port_be), HALF_OPEN_SETS);
-    let reverse = hash::reverse4(&settings.seed, to, segment, TCP);
+    let reverse = hash::reverse4(to, segment, TCP);
     found(index, lbd_find_backend(index, reverse, now))
 }
 

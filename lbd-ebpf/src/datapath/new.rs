@@ -72,7 +72,7 @@ pub(crate) fn open(context: &XdpContext) -> Outcome {
         return Err(no(Reason::BadFlags));
     }
     let hash = hash::flow4(&settings.seed, &key);
-    let existing = find_client(&key, hash, frontend.snat_first, frontend.snat_last, now);
+    let existing = find_client(&key, hash, frontend.snat_first, frontend.snat_last, now, settings);
     if let Some(found) = existing {
         // SAFETY: a map value, which the verifier checks.
         let (client, to, next_hop, sequence) = unsafe {
@@ -114,8 +114,11 @@ pub(crate) fn open(context: &XdpContext) -> Outcome {
         source_port_be: 0,
         destination_port_be: target_port_be,
     };
-    let on_link = (key.tuple.source_be ^ packet.segment.network4_be) & packet.segment.mask4_be == 0;
-    let client_next_hop = if on_link { packet.segment.on_link_next_hop } else { packet.segment.gateway_next_hop };
+    let client_next_hop = if on_link(packet.segment, key.tuple.source_be) {
+        packet.segment.on_link_next_hop
+    } else {
+        packet.segment.gateway_next_hop
+    };
     // Asked before anything is claimed: a packet that can't go needs no state.
     resolve(backend.next_hop, packet.headers.total_length(), packet.segment).map_err(no)?;
     if packet.headers.ip.ttl <= 1 {
@@ -128,7 +131,7 @@ pub(crate) fn open(context: &XdpContext) -> Outcome {
         last: frontend.snat_last,
         backend_segment: backend.segment,
     };
-    let found = allocate(&wanted, &mut to, now, settings).map_err(|reason| {
+    let found = allocate(&wanted, &mut to, now).map_err(|reason| {
         refused(frontend);
         no(reason)
     })?;
@@ -158,6 +161,12 @@ pub(crate) fn open(context: &XdpContext) -> Outcome {
     to_backend(packet, &to, backend.next_hop, frontend)
 }
 
+/// Whether an address is in the segment's prefix (which all are where none is known).
+#[inline(always)]
+fn on_link(segment: &Segment, address_be: u32) -> bool {
+    (address_be ^ segment.network4_be) & segment.mask4_be == 0
+}
+
 /// Addresses that no client can have.
 #[inline(always)]
 fn check_source(packet: &Packet<'_>, frontend: &Frontend) -> Result<(), Refusal> {
@@ -166,8 +175,10 @@ fn check_source(packet: &Packet<'_>, frontend: &Frontend) -> Result<(), Refusal>
         return Err(refuse(Reason::Land, frontend.tenant));
     }
     let key = AddressKey { address: mapped(tuple.source_be.to_ne_bytes()), segment: packet.key.segment, port_be: 0 };
+    // Our addresses are on-link: others are not looked for.
+    let on_link = on_link(packet.segment, tuple.source_be);
     // SAFETY: the flags are read at once. A backend may be a client too (one-armed); our own addresses may not.
-    let flags = unsafe { ADDRESSES.get(key) }.map_or(0, |address| address.flags);
+    let flags = if on_link { unsafe { ADDRESSES.get(key) }.map_or(0, |address| address.flags) } else { 0 };
     if !plausible_source4(tuple.source_be) || flags & !ADDRESS_BACKEND != 0 {
         return Err(refuse(Reason::BadSource, frontend.tenant));
     }
@@ -249,7 +260,7 @@ pub(crate) fn prove(context: &XdpContext) -> Outcome {
         return Err(refuse(Reason::BadFlags, frontend.tenant));
     }
     let hash = hash::flow4(&settings.seed, &key);
-    let Some(found) = find_client(&key, hash, frontend.snat_first, frontend.snat_last, now) else {
+    let Some(found) = find_client(&key, hash, frontend.snat_first, frontend.snat_last, now, settings) else {
         return Err(refuse(Reason::NoFlow, frontend.tenant));
     };
     // SAFETY: a map value, which the verifier checks; believed only if nobody took the record meanwhile.
@@ -332,7 +343,7 @@ pub(crate) fn answer(context: &XdpContext) -> Outcome {
         source_port_be: tuple.destination_port_be,
         destination_port_be: tuple.source_port_be,
     };
-    if let Some(found) = find_backend(&to, packet.key.segment, packet.now, packet.settings) {
+    if let Some(found) = find_backend(&to, packet.key.segment, packet.now) {
         return from_backend(packet, &to, &found);
     }
     // Not the host's TCP: it would reset what it does not know. A SYN is nobody's reply.
