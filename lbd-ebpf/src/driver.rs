@@ -8,6 +8,8 @@
 #[cfg(target_arch = "bpf")]
 mod driver {
     //! The programs.
+    #![expect(clippy::needless_pass_by_value, reason = "entries made by `#[xdp]` take their context by value")]
+
     use aya_ebpf::{
         EbpfContext as _, Global,
         bindings::xdp_action,

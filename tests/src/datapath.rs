@@ -67,7 +67,7 @@ impl Datapath {
                 .map_max_entries(names::FLOWS4, 2 * max_flows)
                 .map_max_entries(names::AGEING4, 2 * max_flows);
             for name in SHARED {
-                loader.map_pin_path(*name, pins.path().join(name));
+                loader.map_pin_path(name, pins.path().join(name));
             }
             let mut ebpf = loader.load(object).context("load the BPF object")?;
             let mut stages = ProgramArray::try_from(ebpf.take_map(names::STAGES).context("map stages")?)?;
@@ -176,7 +176,7 @@ impl Datapath {
     pub fn live_halves(&mut self) -> Result<usize> {
         let flows = self.hash::<abi::FlowKey4, abi::Flow4>(names::FLOWS4)?;
         let mut live = 0;
-        for entry in flows.iter() {
+        for entry in &flows {
             live += usize::from(entry?.1.state & abi::FLOW_DEAD == 0);
         }
         Ok(live)

@@ -3,6 +3,8 @@
 //! [`lbd_edge`] is attached to the NIC and translates packets of live flows. Everything else goes on in a stage: a program
 //! of its own, reached by a tail call, so that each stays small for the verifier and the hot path small for the cache.
 
+#![expect(clippy::needless_pass_by_value, reason = "entries made by `#[xdp]` take their context by value")]
+
 mod age;
 mod arp;
 mod context;

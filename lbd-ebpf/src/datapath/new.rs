@@ -4,7 +4,7 @@ use aya_ebpf::programs::XdpContext;
 use lbd_common::abi::{
     ADDRESS_BACKEND, ADDRESS_SNAT, ADDRESS_TARGET_PORT, AddressKey, BACKEND_PRESENT, CHUNK_SLOTS,
     FRONTEND_SOURCE_AFFINITY, FRONTEND_UNSERVED_DROP, FlowKey4, Frontend, FrontendKey, HALF_OPEN_ANSWERED, HalfOpen4,
-    LocalAddress, SETTING_MIGRATING, STAGE_ANSWER, STAGE_LOCAL, Segment, Settings, Tuple4, mapped, unmapped,
+    LocalAddress, Mac, SETTING_MIGRATING, STAGE_ANSWER, STAGE_LOCAL, Segment, Settings, Tuple4, mapped, unmapped,
 };
 use lbd_common::hash;
 use lbd_common::packet::{Ipv4Tcp, TCP, plausible_source4};
@@ -135,9 +135,8 @@ pub(crate) fn open(context: &XdpContext) -> Outcome {
         refused(frontend);
         no(reason)
     })?;
-    // SAFETY: `segment` has bounds-checked the Ethernet header.
-    let source = unsafe { (*packet.ethernet).source };
-    let [[a, b], [c, d], [e, f]] = [source[0].to_ne_bytes(), source[1].to_ne_bytes(), source[2].to_ne_bytes()];
+    // SAFETY: `segment` has bounds-checked the Ethernet header, whose source is a MAC.
+    let client_mac: Mac = unsafe { *(&raw const (*packet.ethernet).source).cast() };
     // SAFETY: claimed by this CPU; nobody reads it before it is published.
     let record = unsafe { &mut *found.record() };
     *record = HalfOpen4 {
@@ -149,7 +148,7 @@ pub(crate) fn open(context: &XdpContext) -> Outcome {
         backend_next_hop: backend.next_hop,
         client_sequence: packet.headers.sequence(),
         backend_sequence: 0,
-        client_mac: [a, b, c, d, e, f],
+        client_mac,
         backend: backend_id,
         frontend: frontend.id,
         tenant: frontend.tenant,

@@ -18,7 +18,7 @@ const GET_FLAGS: u32 = 0x25;
 const FLAG_RX_VLAN: u32 = 1 << 8;
 const FLAG_LRO: u32 = 1 << 15;
 
-/// See [`super::preflight`].
+/// See [`super::preflight()`].
 pub(super) fn preflight(config: &Config) -> Vec<Problem> {
     let mut problems = Vec::new();
     for (capability, name, fatal, why) in [

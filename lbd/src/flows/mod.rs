@@ -443,16 +443,14 @@ pub fn top(flows: impl Iterator<Item = Flow>, count: usize, by: By) -> Vec<Flow>
 pub fn sorted(flows: impl Iterator<Item = Flow>) -> Vec<Flow> {
     let mut all: Vec<Flow> = flows.collect();
     // Sorting small keys and moving each flow once takes a third of the time of sorting flows.
-    match all.iter().zip(0..).map(|(flow, index)| Some((order4(flow)?, index))).collect::<Option<Vec<(u128, u32)>>>() {
-        Some(mut keys) => {
-            keys.sort_unstable();
-            keys.into_iter().map(|(_, index)| all[index as usize]).collect()
-        }
-        None => {
-            all.sort_unstable_by_key(order);
-            all
-        }
+    let keys: Option<Vec<(u128, u32)>> =
+        all.iter().zip(0..).map(|(flow, index)| Some((order4(flow)?, index))).collect();
+    if let Some(mut keys) = keys {
+        keys.sort_unstable();
+        return keys.into_iter().map(|(_, index)| all[index as usize]).collect();
     }
+    all.sort_unstable_by_key(order);
+    all
 }
 
 /// [`order`] as a number, if both addresses are IPv4.

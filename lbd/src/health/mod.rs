@@ -1,4 +1,4 @@
-//! Probes of backends: whether a target answers, decided by [`state`], asked by [`probe`], paced here.
+//! Probes of backends: whether a target answers, decided by `state`, asked by `probe`, paced here.
 //!
 //! One task owns all states and a queue of what is due. Probes run beside it, a bounded number at once, and no more than
 //! [`PROBES_PER_SECOND`] are started; what does not fit waits its turn, oldest first, so that a burst or a wall of dead targets delays
