@@ -589,8 +589,12 @@ abi_struct! {
         pub half_open_sets: u32,
         /// Tick until which non-SYN packets without state may be adopted; 0 = never.
         pub adopt_until: u32,
+        /// Largest MSS that SYN and SYN-ACK keep, besides what the interfaces' MTU allows; 0 = neither is enforced.
+        pub max_mss: u32,
+        /// Zero.
+        pub pad: u32,
     }
-    size 72 align 8 offsets { abi: 0, flags: 4, seed: 8, ticks_per_second_256: 24, tcp_established: 28, adopt_until: 68 }
+    size 80 align 8 offsets { abi: 0, flags: 4, seed: 8, ticks_per_second_256: 24, tcp_established: 28, adopt_until: 68 }
 }
 
 /// [`Settings::flags`]: starting or migrating: unmatched replies are dropped in silence.

@@ -281,6 +281,31 @@ impl Ipv4Tcp {
     }
 }
 
+/// Kind of the TCP option that carries the maximum segment size (RFC 9293 §3.2); it is 4 bytes long.
+pub const OPTION_MSS: u8 = 2;
+/// Kind of the option that ends the list.
+pub const OPTION_END: u8 = 0;
+/// Kind of the option that is padding, 1 byte long.
+pub const OPTION_NONE: u8 = 1;
+
+/// MSS that fits an MTU: without IPv4 and TCP headers (RFC 6691).
+#[inline(always)]
+pub const fn mss4(mtu: u32) -> u32 {
+    mtu.saturating_sub(IPV4_TCP as u32)
+}
+
+/// TCP checksum after the two bytes of an MSS became others. `odd`: the first lies at an odd offset of the TCP header, so that it is the
+/// second byte of one checksum word, and the second the first of the next.
+#[inline(always)]
+pub const fn mss_checksum(checksum: u16, old: [u8; 2], new: [u8; 2], odd: bool) -> u16 {
+    let (old, new) = (u16::from_ne_bytes(old), u16::from_ne_bytes(new));
+    if odd {
+        Delta::NONE.word(old.swap_bytes(), new.swap_bytes()).apply(checksum)
+    } else {
+        Delta::NONE.word(old, new).apply(checksum)
+    }
+}
+
 /// Whether an address can be a client's: not "this network" (RFC 1122), loopback, multicast, reserved or broadcast (RFC 6890).
 #[inline(always)]
 pub const fn plausible_source4(address_be: u32) -> bool {

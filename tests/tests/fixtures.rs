@@ -812,3 +812,73 @@ fn an_unresolved_neighbour_is_a_counted_drop_that_leaves_nothing_behind() -> Res
     forwarded(&datapath, TENANT_NIC, &client((bench::CLIENT, 1), SYN, 1, 0))?;
     Ok(())
 }
+
+/// A SYN with these options (padded to words), checksum right.
+fn syn_with_options(source: (Ipv4Addr, u16), options: &[u8], payload: &[u8], flags: u8) -> Vec<u8> {
+    let mut frame = client(source, flags, 1000, 0).frame();
+    let mut padded = options.to_vec();
+    padded.resize(options.len().next_multiple_of(4), 0);
+    frame.truncate(54);
+    frame.extend(&padded);
+    frame.extend(payload);
+    let total = (frame.len() - 14) as u16;
+    frame[16..18].copy_from_slice(&total.to_be_bytes());
+    frame[46] = ((20 + padded.len()) / 4 * 16) as u8;
+    let mut ip = etherparse::Ipv4Header::from_slice(&frame[14..]).expect("a header").0;
+    ip.header_checksum = ip.calc_header_checksum();
+    frame[24..26].copy_from_slice(&ip.header_checksum.to_be_bytes());
+    let tcp = etherparse::TcpSlice::from_slice(&frame[34..]).expect("a segment");
+    let checksum = tcp.calc_checksum_ipv4(ip.source, ip.destination).expect("short enough");
+    frame[50..52].copy_from_slice(&checksum.to_be_bytes());
+    frame
+}
+
+#[test]
+#[ignore = "needs root"]
+fn a08_the_mss_is_lowered_to_what_fits_and_nothing_else_is_touched() -> Result<()> {
+    let mut datapath = one_node()?;
+    let clamped = |max_mss| abi::Settings { max_mss, ..bench::settings() };
+    datapath.array(names::SETTINGS)?.set(0, clamped(1360), 0)?;
+    let mss = |value: u16| [2, 4, value.to_be_bytes()[0], value.to_be_bytes()[1]];
+    let cases: [(&str, Vec<u8>, Vec<u8>); 8] = [
+        ("larger", mss(1460).to_vec(), mss(1360).to_vec()),
+        ("smaller", mss(1200).to_vec(), mss(1200).to_vec()),
+        ("none", vec![], vec![]),
+        ("odd offset", [&[1][..], &mss(1460)].concat(), [&[1][..], &mss(1360)].concat()),
+        (
+            "after others",
+            [&[4, 2, 1, 3, 3, 7][..], &mss(8960)].concat(),
+            [&[4, 2, 1, 3, 3, 7][..], &mss(1360)].concat(),
+        ),
+        ("of another length", vec![2, 3, 0xff, 0], vec![2, 3, 0xff, 0]),
+        ("after the end", [&[0][..], &mss(1460)].concat(), [&[0][..], &mss(1460)].concat()),
+        ("a length that never ends", vec![9, 0, 2, 4, 5, 0xb4], vec![9, 0, 2, 4, 5, 0xb4]),
+    ];
+    let mut port = 30000;
+    for (what, options, expected) in cases {
+        port += 1;
+        let frame = syn_with_options((bench::CLIENT, port), &options, &[], SYN);
+        let outcome = datapath.run(TENANT_NIC, &frame)?;
+        assert_eq!(outcome.action, REDIRECT, "{what}");
+        Segment::parse(&outcome.frame).with_context(|| what.to_owned())?;
+        assert_eq!(outcome.frame[54..54 + expected.len()], expected, "{what}");
+    }
+    // A data segment that happens to contain the bytes.
+    let syn = connect(&datapath, (bench::CLIENT, 40000))?;
+    let mut data = client((bench::CLIENT, 40000), ACK, 1001, BACKEND_SEQUENCE + 1);
+    data.payload = mss(1460).to_vec();
+    assert_eq!(forwarded(&datapath, TENANT_NIC, &data)?.payload, mss(1460));
+    assert!(syn.payload.is_empty());
+    // The other way, and by the smaller interface when no number is given.
+    datapath.array(names::SETTINGS)?.set(0, clamped(65535), 0)?;
+    let mut hops = datapath.array::<abi::NextHop>(names::NEXT_HOPS)?;
+    let hop = hops.get(&u32::from(bench::node_hop(0)), 0)?;
+    hops.set(u32::from(bench::node_hop(0)), abi::NextHop { mtu: 1400, ..hop }, 0)?;
+    let outcome = datapath.run(TENANT_NIC, &syn_with_options((bench::CLIENT, 41000), &mss(1460), &[], SYN))?;
+    assert_eq!(outcome.frame[54..58], mss(1360));
+    // Off is off.
+    datapath.array(names::SETTINGS)?.set(0, clamped(0), 0)?;
+    let outcome = datapath.run(TENANT_NIC, &syn_with_options((bench::CLIENT, 42000), &mss(1460), &[], SYN))?;
+    assert_eq!(outcome.frame[54..58], mss(1460));
+    Ok(())
+}

@@ -7,13 +7,15 @@ use lbd_common::abi::{
     LocalAddress, Mac, SETTING_MIGRATING, STAGE_ANSWER, STAGE_LOCAL, Segment, Settings, Tuple4, mapped, unmapped,
 };
 use lbd_common::hash;
-use lbd_common::packet::{Ipv4Tcp, TCP, plausible_source4};
+use lbd_common::packet::{
+    ETHERNET, IPV4_TCP, Ipv4Tcp, OPTION_END, OPTION_MSS, OPTION_NONE, TCP, mss_checksum, mss4, plausible_source4,
+};
 use lbd_common::reason::Reason;
 use lbd_common::tcp::{self, ACK, RST, SYN};
 
 use super::context::{
-    Ethernet, Outcome, Refusal, compare_and_swap, count, fetch_add, ipv4_tcp, mac_pointer, now, refuse, resolve,
-    segment, send, settings, stage,
+    Ethernet, Outcome, Refusal, at, compare_and_swap, count, fetch_add, ipv4_tcp, mac_pointer, now, opaque, refuse,
+    resolve, segment, send, settings, stage,
 };
 use super::edge::count_traffic;
 use super::half_open::{Found, Wanted, allocate, find_backend, find_client, promote};
@@ -86,7 +88,7 @@ pub(crate) fn open(context: &XdpContext) -> Outcome {
             // Retransmitted: the same way again.
             // SAFETY: as above.
             unsafe { (*found.record()).last_seen = now };
-            return to_backend(packet, &to, next_hop, frontend);
+            return to_backend(context, packet, &to, next_hop, frontend);
         }
         // The client has started over.
         found.release(tag::LIVE);
@@ -157,7 +159,7 @@ pub(crate) fn open(context: &XdpContext) -> Outcome {
         state: 0,
     };
     found.publish();
-    to_backend(packet, &to, backend.next_hop, frontend)
+    to_backend(context, packet, &to, backend.next_hop, frontend)
 }
 
 /// Whether an address is in the segment's prefix (which all are where none is known).
@@ -286,7 +288,7 @@ pub(crate) fn prove(context: &XdpContext) -> Outcome {
         if packet.headers.sequence() == expected || packet.headers.sequence() == client_sequence {
             found.release(tag::LIVE);
         }
-        return to_backend(packet, &to, next_hop, frontend);
+        return to_backend(context, packet, &to, next_hop, frontend);
     }
     let proven = state & HALF_OPEN_ANSWERED != 0
         && flags & ACK != 0
@@ -304,12 +306,18 @@ pub(crate) fn prove(context: &XdpContext) -> Outcome {
         Ok(false) => count(Reason::PromoteRace, frontend.tenant),
         Err(reason) => return Err(refuse(reason, frontend.tenant)),
     }
-    to_backend(packet, &to, next_hop, frontend)
+    to_backend(context, packet, &to, next_hop, frontend)
 }
 
 /// Rewrites a client's packet as a half-open record says and sends it.
 #[inline(always)]
-fn to_backend(packet: &mut Packet<'_>, to: &Tuple4, next_hop: u16, frontend: &Frontend) -> Outcome {
+fn to_backend(
+    context: &XdpContext,
+    packet: &mut Packet<'_>,
+    to: &Tuple4,
+    next_hop: u16,
+    frontend: &Frontend,
+) -> Outcome {
     let no = |reason| refuse(reason, frontend.tenant);
     let length = packet.headers.total_length();
     let (hop, resolved) = resolve(next_hop, length, packet.segment).map_err(no)?;
@@ -319,9 +327,49 @@ fn to_backend(packet: &mut Packet<'_>, to: &Tuple4, next_hop: u16, frontend: &Fr
     if packet.headers.ip.ttl <= 1 {
         return Err(no(Reason::TtlExceeded));
     }
+    if packet.headers.tcp.flags & SYN != 0 {
+        clamp_mss(context, packet, u32::from(hop.mtu));
+    }
     count_traffic(frontend.id, false, length);
     packet.headers.rewrite(&packet.key.tuple, to);
     Ok(send(packet.ethernet, hop, mac_pointer(&hop.destination)))
+}
+
+/// Options of a SYN that are looked at before the search for its MSS ends. Hosts send it first, or after padding.
+const OPTIONS: u32 = 12;
+
+/// Lowers the MSS of a SYN or SYN-ACK to what fits both ways; never raises it, never adds one (RFC 9293 §3.7.1).
+#[inline(always)]
+fn clamp_mss(context: &XdpContext, packet: &mut Packet<'_>, egress_mtu: u32) {
+    let limit = packet.settings.max_mss;
+    if limit == 0 {
+        return;
+    }
+    let mtu = if egress_mtu < packet.segment.mtu { egress_mtu } else { packet.segment.mtu };
+    let limit = if mss4(mtu) < limit { mss4(mtu) } else { limit };
+    let options = packet.headers.tcp_header_length() as usize - 20;
+    let (mut offset, mut seen, most) = (0usize, 0, opaque::<OPTIONS>());
+    while seen < most && offset + 4 <= options {
+        let Some(option) = at::<[u8; 4]>(context, ETHERNET + IPV4_TCP + (offset & 63)) else { return };
+        // SAFETY: `at` has bounds-checked the four bytes.
+        let option = unsafe { &mut *option };
+        match option[0] {
+            OPTION_END => return,
+            OPTION_NONE => offset += 1,
+            OPTION_MSS => {
+                let old = [option[2], option[3]];
+                if option[1] == 4 && u32::from(u16::from_be_bytes(old)) > limit {
+                    let new = (limit as u16).to_be_bytes();
+                    [option[2], option[3]] = new;
+                    packet.headers.tcp.checksum = mss_checksum(packet.headers.tcp.checksum, old, new, offset & 1 != 0);
+                }
+                return;
+            }
+            _ if option[1] < 2 => return,
+            _ => offset += option[1] as usize,
+        }
+        seen += 1;
+    }
 }
 
 /// What is not to a frontend: a backend's answer, a stray reply, or the host's own.
@@ -343,7 +391,7 @@ pub(crate) fn answer(context: &XdpContext) -> Outcome {
         destination_port_be: tuple.source_port_be,
     };
     if let Some(found) = find_backend(&to, packet.key.segment, packet.now) {
-        return from_backend(packet, &to, &found);
+        return from_backend(context, packet, &to, &found);
     }
     // Not the host's TCP: it would reset what it does not know. A SYN is nobody's reply.
     if packet.headers.tcp.flags & (SYN | ACK) != SYN
@@ -367,7 +415,7 @@ fn local_address(address_be: u32, segment: u16, port_be: u16) -> Option<LocalAdd
 
 /// A backend's packet on a half-open connection.
 #[inline(always)]
-fn from_backend(packet: &mut Packet<'_>, to: &Tuple4, found: &Found) -> Outcome {
+fn from_backend(context: &XdpContext, packet: &mut Packet<'_>, to: &Tuple4, found: &Found) -> Outcome {
     // SAFETY: a map value, which the verifier checks; believed only if nobody took the record meanwhile.
     let record = unsafe { &mut *found.record() };
     let (client, client_next_hop, sequence, tenant, frontend, mac) = (
@@ -399,6 +447,7 @@ fn from_backend(packet: &mut Packet<'_>, to: &Tuple4, found: &Found) -> Outcome 
         record.backend_sequence = packet.headers.sequence();
         record.last_seen = packet.now;
         record.state |= HALF_OPEN_ANSWERED;
+        clamp_mss(context, packet, u32::from(hop.mtu));
     }
     count_traffic(frontend, true, length);
     let back = Tuple4 {

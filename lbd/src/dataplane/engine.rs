@@ -23,7 +23,7 @@ use super::regions::Regions;
 use super::resets;
 use super::shadow::{Faults, Store, Table, Writer};
 use super::{Applied, DataplaneError};
-use crate::config::{AddressRange, Config, SegmentName};
+use crate::config::{AddressRange, Config, MssClamp, SegmentName};
 use crate::plan::model::{HostFacts, InterfaceFacts, Plan, Reset, SegmentId, SegmentPlan};
 use crate::source::ObjectName;
 
@@ -803,6 +803,12 @@ pub(super) fn settings(config: &Config, seed: [u64; 2], hertz: u32) -> Settings 
         rejects_per_tick: (1000 << abi::TICK_SHIFT) / hertz,
         half_open_sets: abi::HALF_OPEN_SETS,
         adopt_until: 0,
+        max_mss: match config.datapath.mss_clamp {
+            MssClamp::Off => 0,
+            MssClamp::Auto => u32::from(u16::MAX),
+            MssClamp::Value(value) => u32::from(value),
+        },
+        pad: 0,
     }
 }
 
