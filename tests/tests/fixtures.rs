@@ -698,6 +698,24 @@ fn flows_end_by_the_clock_hand_and_both_halves_together() -> Result<()> {
 
 #[test]
 #[ignore = "needs root"]
+fn a_fin_that_is_the_proof_is_followed_like_any_other() -> Result<()> {
+    let mut datapath = one_node()?;
+    let source = (bench::CLIENT, 40000);
+    let syn = forwarded(&datapath, TENANT_NIC, &client(source, SYN, 1000, 0))?;
+    forwarded(&datapath, HUB_NIC, &answer(&syn, SYN | ACK, BACKEND_SEQUENCE))?;
+    // The bare ACK was lost.
+    forwarded(&datapath, TENANT_NIC, &client(source, FIN | ACK, 1001, BACKEND_SEQUENCE + 1))?;
+    forwarded(&datapath, HUB_NIC, &answer(&syn, FIN | ACK, BACKEND_SEQUENCE + 1))?;
+    let flows = datapath.hash::<abi::FlowKey4, abi::Flow4>(names::FLOWS4)?;
+    for entry in flows.iter() {
+        let state = entry?.1.state;
+        assert_eq!(state & (abi::FLOW_FIN | abi::FLOW_PEER_FIN), abi::FLOW_FIN | abi::FLOW_PEER_FIN, "{state:#x}");
+    }
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs root"]
 fn a_marked_flow_is_absent_at_once_and_deleted_after_the_grace() -> Result<()> {
     let mut datapath = one_node()?;
     let source = (bench::CLIENT, 40000);

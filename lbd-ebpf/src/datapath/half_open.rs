@@ -5,8 +5,8 @@ use core::sync::atomic::{Ordering, compiler_fence};
 
 use aya_ebpf::bindings::BPF_NOEXIST;
 use lbd_common::abi::{
-    AgeEntry4, FLOW_BUSY, FLOW_DEAD, FLOW_REPLIED, FLOW_REVERSE, Flow4, FlowKey4, HALF_OPEN_SETS, HALF_OPEN_WAYS,
-    HINT_LINES, HINT_WAYS, HalfOpen4, HalfOpenSet4, Settings, Tuple4,
+    AgeEntry4, FLOW_BUSY, FLOW_DEAD, FLOW_FIN, FLOW_PEER_FIN, FLOW_REPLIED, FLOW_REVERSE, Flow4, FlowKey4,
+    HALF_OPEN_SETS, HALF_OPEN_WAYS, HINT_LINES, HINT_WAYS, HalfOpen4, HalfOpenSet4, Settings, Tuple4,
 };
 use lbd_common::half_open as tag;
 use lbd_common::hash;
@@ -376,6 +376,8 @@ pub(crate) fn promote(found: &Found, key: &FlowKey4, packet: &Ipv4Tcp, now: u32)
 #[inline(always)]
 fn insert(record: &HalfOpen4, key: &FlowKey4, packet: &Ipv4Tcp, now: u32) -> Result<(), Reason> {
     let reverse_key = FlowKey4::reply(&record.to, record.backend_segment, TCP);
+    // The bare ACK may be lost, and the proof be a FIN.
+    let fin = packet.tcp.flags & tcp::FIN != 0;
     // Room is made before it is needed: the hand looks at two entries for each one that is added.
     lbd_age_step(now);
     lbd_age_step(now);
@@ -402,7 +404,7 @@ fn insert(record: &HalfOpen4, key: &FlowKey4, packet: &Ipv4Tcp, now: u32) -> Res
         own: record.client_mac,
         frontend: record.frontend,
         packets_high: 0,
-        state: FLOW_REVERSE | FLOW_REPLIED,
+        state: FLOW_REVERSE | FLOW_REPLIED | if fin { FLOW_PEER_FIN } else { 0 },
     };
     put(&reverse_key, half)?;
     *half = Flow4 {
@@ -411,14 +413,14 @@ fn insert(record: &HalfOpen4, key: &FlowKey4, packet: &Ipv4Tcp, now: u32) -> Res
         next_hop: record.backend_next_hop,
         to: record.to,
         last_seen: now,
-        bytes: 0,
-        packets: 0,
-        sequence: packet.sequence(),
+        bytes: u64::from(packet.total_length()),
+        packets: 1,
+        sequence: packet.sequence_end(),
         acknowledged: packet.acknowledgement(),
         own: Flow4::forward_own(now, record.backend),
         frontend: record.frontend,
         packets_high: 0,
-        state: FLOW_REPLIED,
+        state: FLOW_REPLIED | if fin { FLOW_FIN } else { 0 },
     };
     if let Err(reason) = put(key, half) {
         // Nobody has read the reverse half yet: no packet of the backend can be under way on it.
@@ -445,8 +447,8 @@ fn put(key: &FlowKey4, half: &Flow4) -> Result<(), Reason> {
         (*old).next_hop = half.next_hop;
         (*old).to = half.to;
         (*old).last_seen = half.last_seen;
-        (*old).bytes = 0;
-        (*old).packets = 0;
+        (*old).bytes = half.bytes;
+        (*old).packets = half.packets;
         (*old).sequence = half.sequence;
         (*old).acknowledged = half.acknowledged;
         (*old).own = half.own;
