@@ -625,3 +625,33 @@ fn directories_are_closed_to_others_and_names_with_dots_work() -> Result<()> {
     assert_eq!(names, ["hub0", "ten.7"]);
     Ok(())
 }
+
+#[test]
+#[ignore = "needs root"]
+fn a_map_whose_pin_is_lost_is_made_anew_for_the_program_too() -> Result<()> {
+    let bench = Bench::new()?;
+    drop(bench.start("auto")?);
+    let before = Bench::attached("ten0")?.context("attached")?;
+    std::fs::remove_file(bench.bpffs().join("lbd/v1").join(abi::names::FRONTENDS))?;
+    drop(bench.start("auto")?);
+    let after = Bench::attached("ten0")?.context("attached")?;
+    ensure!(before.0 != after.0, "the program of before still runs over the map of before, which nobody can write");
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs root"]
+fn an_interface_made_anew_twice_in_a_moment_is_attached_again() -> Result<()> {
+    let bench = Bench::new()?;
+    let mut dataplane = bench.start("auto")?;
+    dataplane.apply(&plan(1))?;
+    for _ in 0..2 {
+        run("ip link del ten0")?;
+        bench.veth("ten0", "192.0.2.2/24", "192.0.2.1/24")?;
+        eventually(Duration::from_secs(1), "the interface is noticed", || {
+            Ok(dataplane.facts().borrow().interfaces.get("ten0").is_some_and(|interface| interface.up))
+        })?;
+    }
+    eventually(Duration::from_secs(5), "the program is back", || Ok(Bench::attached("ten0")?.is_some()))?;
+    Ok(())
+}

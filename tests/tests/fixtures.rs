@@ -900,3 +900,149 @@ fn a08_the_mss_is_lowered_to_what_fits_and_nothing_else_is_touched() -> Result<(
     assert_eq!(outcome.frame[54..58], mss(1460));
     Ok(())
 }
+
+/// SYN and SYN-ACK: what the node saw.
+fn half_open(datapath: &Datapath, source: (Ipv4Addr, u16)) -> Result<Segment> {
+    let syn = forwarded(datapath, TENANT_NIC, &client(source, SYN, 1000, 0))?;
+    forwarded(datapath, HUB_NIC, &answer(&syn, SYN | ACK, BACKEND_SEQUENCE))?;
+    Ok(syn)
+}
+
+/// Gives the frontend another NodePort, and says of the old one whether another frontend has it now.
+fn move_node_port(datapath: &mut Datapath, port: u16, old_is_served: bool) -> Result<()> {
+    let (key, frontend) = bench::frontend(1);
+    let moved = abi::Frontend { target_port_be: port.to_be(), ..frontend };
+    datapath.hash(names::FRONTENDS)?.insert(key, moved, 0)?;
+    let target = |port: u16| abi::AddressKey { address: [0; 16], segment: bench::HUB_SEGMENT, port_be: port.to_be() };
+    let mut addresses = datapath.hash::<abi::AddressKey, abi::LocalAddress>(names::ADDRESSES)?;
+    let flag = abi::LocalAddress { flags: abi::ADDRESS_TARGET_PORT, ..abi::LocalAddress::ZERO };
+    addresses.insert(target(port), flag, 0)?;
+    if !old_is_served {
+        addresses.remove(&target(bench::NODE_PORT))?;
+    }
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs root"]
+fn a_handshake_does_not_end_at_a_node_port_that_is_anothers_meanwhile() -> Result<()> {
+    let source = (bench::CLIENT, 40000);
+    let ack = client(source, ACK, 1001, BACKEND_SEQUENCE + 1);
+    // Another frontend has the port now: refused, and a SYN starts anew.
+    let mut datapath = one_node()?;
+    half_open(&datapath, source)?;
+    move_node_port(&mut datapath, 31000, true)?;
+    assert_eq!(send(&datapath, TENANT_NIC, &ack)?.action, TX);
+    assert_eq!(datapath.live_halves()?, 0);
+    let again = forwarded(&datapath, TENANT_NIC, &client(source, SYN, 1000, 0))?;
+    assert_eq!(again.destination, (bench::NODES[0], 31000));
+    // The Service has moved to another port, and nobody has the old one: the connection is made where it was begun.
+    let mut datapath = one_node()?;
+    half_open(&datapath, source)?;
+    move_node_port(&mut datapath, 31000, false)?;
+    assert_eq!(forwarded(&datapath, TENANT_NIC, &ack)?.destination, (bench::NODES[0], bench::NODE_PORT));
+    assert_eq!(datapath.live_halves()?, 2);
+    // VIP and port belong to another frontend.
+    let mut datapath = one_node()?;
+    half_open(&datapath, source)?;
+    let (key, frontend) = bench::frontend(1);
+    datapath.hash(names::FRONTENDS)?.insert(key, abi::Frontend { id: bench::FRONTEND + 1, ..frontend }, 0)?;
+    assert_eq!(send(&datapath, TENANT_NIC, &ack)?.action, TX);
+    assert_eq!(datapath.live_halves()?, 0);
+    // The backend's id is another's.
+    let mut datapath = one_node()?;
+    half_open(&datapath, source)?;
+    let other = abi::Backend { address: [9; 16], flags: abi::BACKEND_PRESENT, ..abi::Backend::ZERO };
+    datapath.array(names::BACKENDS)?.set(1, other, 0)?;
+    assert_eq!(send(&datapath, TENANT_NIC, &ack)?.action, TX);
+    assert_eq!(datapath.live_halves()?, 0);
+    // The backend is out of the plan, as when a file no longer names it: its connections live on, those just begun too.
+    let mut datapath = one_node()?;
+    half_open(&datapath, source)?;
+    datapath.array(names::BACKENDS)?.set(1, abi::Backend::ZERO, 0)?;
+    forwarded(&datapath, TENANT_NIC, &ack)?;
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs root"]
+fn a_group_frame_with_a_unicast_address_inside_reaches_nobody() -> Result<()> {
+    let mut datapath = one_node()?;
+    for mac in [[0xff; 6], [1, 0, 0x5e, 0, 0, 1]] {
+        for address in [bench::SNAT, bench::TENANT_ADDRESS, bench::VIP, Ipv4Addr::LOCALHOST] {
+            let segment = Segment {
+                destination_mac: mac,
+                destination: (address, 9474),
+                ..client((bench::CLIENT, 40000), SYN, 1, 0)
+            };
+            assert_eq!(send(&datapath, TENANT_NIC, &segment)?.action, DROP, "{address}");
+        }
+        // What groups are for.
+        for address in [Ipv4Addr::BROADCAST, Ipv4Addr::new(192, 0, 2, 255), Ipv4Addr::new(224, 0, 0, 1)] {
+            let segment = Segment {
+                destination_mac: mac,
+                destination: (address, 67),
+                ..client((bench::CLIENT, 40000), SYN, 1, 0)
+            };
+            assert_eq!(send(&datapath, TENANT_NIC, &segment)?.action, PASS, "{address}");
+        }
+    }
+    assert_eq!(datapath.reasons()?.get(&(bench::TENANT, Reason::BadDestination)), Some(&8));
+    Ok(())
+}
+
+/// An IPv4 or IPv6 packet with anything inside, to the tenant NIC's own MAC.
+fn raw(ethertype: u16, packet: &[u8]) -> Vec<u8> {
+    let mut frame = [bench::TENANT_MAC, bench::GATEWAY_MAC].concat();
+    frame.extend(ethertype.to_be_bytes());
+    frame.extend(packet);
+    frame.resize(frame.len().max(64), 0);
+    frame
+}
+
+#[test]
+#[ignore = "needs root"]
+fn redirects_and_router_advertisements_of_a_tenant_do_not_reach_the_host() -> Result<()> {
+    let datapath = one_node()?;
+    let icmp = |kind: u8, options: usize| {
+        let mut packet = vec![0x45 + options as u8, 0, 0, 28 + 4 * options as u8, 0, 0, 0, 0, 64, 1, 0, 0];
+        packet.extend(bench::CLIENT.octets());
+        packet.extend(bench::TENANT_ADDRESS.octets());
+        packet.extend(vec![1; 4 * options]);
+        packet.extend([kind, 0, 0, 0, 0, 0, 0, 0]);
+        raw(0x0800, &packet)
+    };
+    assert_eq!(datapath.run(TENANT_NIC, &icmp(8, 0))?.action, PASS, "echo request");
+    assert_eq!(datapath.run(TENANT_NIC, &icmp(5, 0))?.action, DROP, "redirect");
+    assert_eq!(datapath.run(TENANT_NIC, &icmp(9, 0))?.action, DROP, "router advertisement");
+    assert_eq!(datapath.run(TENANT_NIC, &icmp(5, 1))?.action, DROP, "redirect behind options");
+    // RFC 7113: behind extension headers.
+    let ipv6 = |chain: &[u8], last: u8, kind: u8| {
+        let mut packet = vec![0x60, 0, 0, 0, 0, 8 * chain.len() as u8 + 16, *chain.first().unwrap_or(&last), 255];
+        packet.extend([0xfe, 0x80, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1]);
+        packet.extend([0xff, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1]);
+        for place in 0..chain.len() {
+            packet.extend([*chain.get(place + 1).unwrap_or(&last), 0, 1, 4, 0, 0, 0, 0]);
+        }
+        packet.extend([kind, 0, 0, 0, 64, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
+        let mut frame = raw(0x86dd, &packet);
+        frame[..6].copy_from_slice(&[0x33, 0x33, 0, 0, 0, 1]);
+        frame
+    };
+    for (chain, kind, action) in [
+        (&[][..], 134, DROP),
+        (&[], 137, DROP),
+        (&[], 135, PASS),
+        (&[0], 134, DROP),
+        (&[60], 134, DROP),
+        (&[43], 134, DROP),
+        (&[0, 60], 134, DROP),
+        (&[44], 134, DROP),
+        // Multicast listener queries come behind a hop-by-hop header.
+        (&[0], 130, PASS),
+        (&[0], 143, PASS),
+    ] {
+        assert_eq!(datapath.run(TENANT_NIC, &ipv6(chain, 58, kind))?.action, action, "{chain:?} {kind}");
+    }
+    Ok(())
+}

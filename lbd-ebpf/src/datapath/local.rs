@@ -15,6 +15,14 @@ use super::maps::{ADDRESSES, TENANTS};
 const ROUTER_ADVERTISEMENT: u8 = 134;
 /// Redirect (RFC 4861).
 const REDIRECT: u8 = 137;
+/// Redirect (RFC 792).
+const ICMP_REDIRECT: u8 = 5;
+/// Router advertisement (RFC 1256).
+const ICMP_ROUTER_ADVERTISEMENT: u8 = 9;
+/// Extension headers (RFC 8200) that another header follows: hop-by-hop options, routing, fragment, destination options.
+const EXTENSIONS: [u8; 4] = [0, 43, 44, 60];
+/// Multicast listener messages (RFC 2710, RFC 3810), the only ones that need a hop-by-hop header.
+const LISTENER: [u8; 4] = [130, 131, 132, 143];
 /// First octet of an IPv6 group address.
 const IPV6_GROUP: u8 = 0xff;
 
@@ -63,18 +71,31 @@ fn ipv4(context: &XdpContext, segment: &Segment, group: bool) -> Outcome {
             tenant,
         ));
     }
-    if group || destination[0] >= 224 {
+    if tenant_side && segment.flags & SEGMENT_HUB == 0 && ip.protocol == packet::ICMP {
+        // The kernel finds the message behind options; here they are looked for nowhere.
+        if ip.version_length != 0x45 {
+            return Err(refuse(Reason::IpOptions, tenant));
+        }
+        let kind = at::<u8>(context, ETHERNET + IPV4).ok_or(refuse(Reason::Malformed, tenant))?;
+        // SAFETY: `at` has bounds-checked the type.
+        if matches!(unsafe { *kind }, ICMP_REDIRECT | ICMP_ROUTER_ADVERTISEMENT) {
+            return Err(refuse(Reason::RouterControl, tenant));
+        }
+    }
+    // The subnet's broadcast address, or a group's.
+    let subnet = segment.mask4_be != u32::MAX && segment.mask4_be != 0;
+    if destination[0] >= 224 || subnet && ip.destination_be | segment.mask4_be == u32::MAX {
         return Err(refuse(Reason::Multicast, tenant));
     }
     if !tenant_side {
-        return Ok(xdp_action::XDP_PASS);
+        return if group { Err(refuse(Reason::Multicast, tenant)) } else { Ok(xdp_action::XDP_PASS) };
+    }
+    if group {
+        // The kernel takes it for any of its addresses.
+        return Err(refuse(Reason::BadDestination, tenant));
     }
     if flags & ADDRESS_HOST != 0 {
         return host(segment, ip.protocol == packet::ICMP);
-    }
-    if segment.mask4_be != u32::MAX && ip.destination_be | segment.mask4_be == u32::MAX && segment.mask4_be != 0 {
-        // The subnet's broadcast address.
-        return Err(refuse(Reason::Multicast, tenant));
     }
     Err(refuse(Reason::NotLocal, tenant))
 }
@@ -97,6 +118,17 @@ fn ipv6(context: &XdpContext, segment: &Segment) -> Outcome {
     let Some(header) = at::<[u8; 40]>(context, ETHERNET) else { return Err(refuse(Reason::Malformed, tenant)) };
     // SAFETY: `at` has bounds-checked the header.
     let header = unsafe { &*header };
+    // Behind extension headers anything could hide (RFC 7113). On a segment that is the hub's too, the hub's router may speak.
+    if segment.flags & SEGMENT_HUB == 0 && EXTENSIONS.contains(&header[6]) {
+        let listener = at::<[u8; 9]>(context, ETHERNET + 40).is_some_and(|bytes| {
+            // SAFETY: `at` has bounds-checked them.
+            let bytes = unsafe { &*bytes };
+            header[6] == 0 && bytes[0] == packet::ICMPV6 && bytes[1] == 0 && LISTENER.contains(&bytes[8])
+        });
+        if !listener {
+            return Err(refuse(Reason::IpOptions, tenant));
+        }
+    }
     if header[6] == packet::ICMPV6
         && let Some(kind) = at::<u8>(context, ETHERNET + 40)
     {

@@ -77,20 +77,20 @@ pub(crate) fn open(context: &XdpContext) -> Outcome {
     let existing = find_client(&key, hash, frontend.snat_first, frontend.snat_last, now, settings);
     if let Some(found) = existing {
         // SAFETY: a map value, which the verifier checks.
-        let (client, to, next_hop, sequence) = unsafe {
+        let (client, to, next_hop, sequence, target) = unsafe {
             let record = &*found.record();
-            (record.client, record.to, record.backend_next_hop, record.client_sequence)
+            (record.client, record.to, record.backend_next_hop, record.client_sequence, Target::of(record))
         };
         if !found.unchanged() || client != key.tuple {
             return Err(no(Reason::HalfOpenFull));
         }
-        if sequence == packet.headers.sequence() {
+        if sequence == packet.headers.sequence() && target.is_same(frontend, &to) == Some(true) {
             // Retransmitted: the same way again.
             // SAFETY: as above.
             unsafe { (*found.record()).last_seen = now };
             return to_backend(context, packet, &to, next_hop, frontend);
         }
-        // The client has started over.
+        // The client has started over, or the way leads elsewhere now.
         found.release(tag::LIVE);
     }
 
@@ -160,6 +160,42 @@ pub(crate) fn open(context: &XdpContext) -> Outcome {
     };
     found.publish();
     to_backend(context, packet, &to, backend.next_hop, frontend)
+}
+
+/// What a half-open record says of its backend.
+struct Target {
+    frontend: u16,
+    backend: u16,
+    segment: u16,
+}
+
+impl Target {
+    #[inline(always)]
+    const fn of(record: &HalfOpen4) -> Self {
+        Self { frontend: record.frontend, backend: record.backend, segment: record.backend_segment }
+    }
+
+    /// Whether a connection that began before may end where it began: a NodePort may have become another's while the handshake was
+    /// under way. `None`: backend or port are not in the plan any more, and nobody else's.
+    #[inline(always)]
+    fn is_same(&self, frontend: &Frontend, to: &Tuple4) -> Option<bool> {
+        if self.frontend != frontend.id {
+            return Some(false);
+        }
+        let backend = BACKENDS.get(u32::from(self.backend))?;
+        let present = backend.flags & BACKEND_PRESENT != 0;
+        if present
+            && (u32::from_ne_bytes(unmapped(&backend.address)) != to.destination_be || backend.segment != self.segment)
+        {
+            return Some(false);
+        }
+        let port_be = if present && backend.port_be != 0 { backend.port_be } else { frontend.target_port_be };
+        if port_be == to.destination_port_be {
+            return present.then_some(true);
+        }
+        let taken = local_address(0, self.segment, to.destination_port_be)?.flags & ADDRESS_TARGET_PORT != 0;
+        taken.then_some(false)
+    }
 }
 
 /// Whether an address is in the segment's prefix (which all are where none is known).
@@ -265,7 +301,7 @@ pub(crate) fn prove(context: &XdpContext) -> Outcome {
         return Err(refuse(Reason::NoFlow, frontend.tenant));
     };
     // SAFETY: a map value, which the verifier checks; believed only if nobody took the record meanwhile.
-    let (client, to, next_hop, client_sequence, backend_sequence, state) = unsafe {
+    let (client, to, next_hop, client_sequence, backend_sequence, state, target) = unsafe {
         let record = &*found.record();
         (
             record.client,
@@ -274,9 +310,14 @@ pub(crate) fn prove(context: &XdpContext) -> Outcome {
             record.client_sequence,
             record.backend_sequence,
             record.state,
+            Target::of(record),
         )
     };
     if !found.unchanged() || client != key.tuple {
+        return Err(refuse(Reason::NoFlow, frontend.tenant));
+    }
+    if target.is_same(frontend, &to) == Some(false) {
+        found.release(tag::LIVE);
         return Err(refuse(Reason::NoFlow, frontend.tenant));
     }
     let expected = client_sequence.wrapping_add(1);

@@ -290,7 +290,11 @@ impl Engine {
         }
 
         if !plan.resets.is_empty() {
-            // Connections that were made between the first pass and the change; and later, those whose handshake was under way.
+            // Connections that were made between the first pass and the change, by packets that still saw what was before, too; and
+            // later, those whose handshake was under way.
+            if self.programs.is_some() {
+                bpf::barrier();
+            }
             flows_reset += self.reset(&plan.resets, &mut writer);
             let after = self.config_half_open() + Duration::from_secs(5);
             self.again.push((now + after, plan.resets.clone()));

@@ -566,6 +566,14 @@ impl Loader {
         let mut fingerprint = Fingerprint::new();
         fingerprint.add(&base.to_ne_bytes());
         fingerprint.add(&index.to_ne_bytes());
+        // The kernel's tag of a program does not tell over which maps it runs: a map that was made anew is another.
+        for shape in &self.shapes {
+            let id = bpf::open(&self.paths.map(&shape.name))
+                .and_then(|map| bpf::map_info(map.as_fd()))
+                .map_err(|error| failed(format!("map {}: {error}", shape.name)))?
+                .id;
+            fingerprint.add(&id.to_ne_bytes());
+        }
         for (stage, name) in abi::STAGE_PROGRAMS {
             let program = load_program(&mut ebpf, name, &mut fingerprint).map_err(failed)?;
             stages
