@@ -75,14 +75,13 @@ pub(crate) extern "C" fn lbd_age_step(now: u32) -> u64 {
         }
         let (to, next_hop, state) = ((*forward).to, (*forward).next_hop, (*forward).state);
         let idle = tcp::elapsed(now, (*forward).last_seen);
-        let reverse = reply_key(&to, next_hop);
         if state & FLOW_DEAD != 0 {
             if idle >= settings.grace {
                 if mark(forward, FLOW_BUSY) & FLOW_BUSY != 0 {
                     // Being written over by its client's next connection.
                     return 1;
                 }
-                if let Some(key) = reverse
+                if let Some(key) = reply_key(&to, next_hop)
                     && let Some(half) = FLOWS4.get_ptr_mut(key)
                     && (*half).state & FLOW_DEAD != 0
                     && (*half).to.destination_be == entry.key.tuple.source_be
@@ -97,7 +96,7 @@ pub(crate) extern "C" fn lbd_age_step(now: u32) -> u64 {
         } else {
             let lifetime = tcp::lifetime(state, settings);
             if idle > lifetime {
-                let other = match reverse {
+                let other = match reply_key(&to, next_hop) {
                     Some(key) => FLOWS4.get_ptr_mut(key).map_or(u32::MAX, |half| tcp::elapsed(now, (*half).last_seen)),
                     None => u32::MAX,
                 };

@@ -110,13 +110,13 @@ pub(crate) extern "C" fn lbd_claim(index: u32, reverse: u32, client: u64, now: u
     while way < ways {
         // SAFETY: a map value, which the verifier checks.
         let current = unsafe { read_volatile(tag_word(set, way)) };
-        if tag::occupied(current, now, settings) {
-            if tag::reverse(current) == reverse {
+        if tag::reverse(current) == reverse {
+            if tag::occupied(current, now, settings) {
                 return TAKEN;
             }
-        } else {
-            free = way;
-            old = current;
+            (free, old) = (way, current);
+        } else if free == HALF_OPEN_WAYS && !tag::occupied(current, now, settings) {
+            (free, old) = (way, current);
         }
         way += 1;
     }
@@ -133,7 +133,7 @@ pub(crate) extern "C" fn lbd_claim(index: u32, reverse: u32, client: u64, now: u
         if way != free {
             // SAFETY: as above.
             let current = unsafe { read_volatile(tag_word(set, way)) };
-            if tag::occupied(current, now, settings) && tag::reverse(current) == reverse {
+            if tag::reverse(current) == reverse && tag::occupied(current, now, settings) {
                 // SAFETY: as above.
                 unsafe { compare_and_swap(tag_word(set, free), claimed, 0) };
                 return TAKEN;
@@ -155,7 +155,7 @@ pub(crate) extern "C" fn lbd_find_client(index: u32, hash: u64, now: u32) -> u64
     while way < ways {
         // SAFETY: a map value, which the verifier checks.
         let current = unsafe { read_volatile(tag_word(set, way)) };
-        if tag::readable(current, now, settings) && tag::may_be_client(current, hash) {
+        if tag::may_be_client(current, hash) && tag::readable(current, now, settings) {
             // SAFETY: as above.
             let record = unsafe { &*record_at(set, way) };
             if record.client == key.tuple && record.client_segment == key.segment {
@@ -225,7 +225,7 @@ pub(crate) extern "C" fn lbd_find_backend(index: u32, reverse: u32, now: u32) ->
     while way < ways {
         // SAFETY: a map value, which the verifier checks.
         let current = unsafe { read_volatile(tag_word(set, way)) };
-        if tag::readable(current, now, settings) && tag::reverse(current) == reverse {
+        if tag::reverse(current) == reverse && tag::readable(current, now, settings) {
             // SAFETY: as above.
             let record = unsafe { &*record_at(set, way) };
             if record.to == key.tuple && record.backend_segment == key.segment {

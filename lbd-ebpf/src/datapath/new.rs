@@ -4,7 +4,8 @@ use aya_ebpf::programs::XdpContext;
 use lbd_common::abi::{
     ADDRESS_BACKEND, ADDRESS_SNAT, ADDRESS_TARGET_PORT, AddressKey, BACKEND_PRESENT, CHUNK_SLOTS,
     FRONTEND_SOURCE_AFFINITY, FRONTEND_UNSERVED_DROP, FlowKey4, Frontend, FrontendKey, HALF_OPEN_ANSWERED, HalfOpen4,
-    LocalAddress, Mac, SETTING_MIGRATING, STAGE_ANSWER, STAGE_LOCAL, Segment, Settings, Tuple4, mapped, unmapped,
+    LocalAddress, Mac, NextHop, SETTING_MIGRATING, STAGE_ANSWER, STAGE_LOCAL, Segment, Settings, Tuple4, mapped,
+    unmapped,
 };
 use lbd_common::hash;
 use lbd_common::packet::{
@@ -88,7 +89,8 @@ pub(crate) fn open(context: &XdpContext) -> Outcome {
             // Retransmitted: the same way again.
             // SAFETY: as above.
             unsafe { (*found.record()).last_seen = now };
-            return to_backend(context, packet, &to, next_hop, frontend);
+            let hop = hop_to_backend(packet, next_hop, frontend)?;
+            return to_backend(context, packet, &to, hop, frontend);
         }
         // The client has started over, or the way leads elsewhere now.
         found.release(tag::LIVE);
@@ -122,10 +124,7 @@ pub(crate) fn open(context: &XdpContext) -> Outcome {
         packet.segment.gateway_next_hop
     };
     // Asked before anything is claimed: a packet that can't go needs no state.
-    resolve(backend.next_hop, packet.headers.total_length(), packet.segment).map_err(no)?;
-    if packet.headers.ip.ttl <= 1 {
-        return Err(no(Reason::TtlExceeded));
-    }
+    let hop = hop_to_backend(packet, backend.next_hop, frontend)?;
     let wanted = Wanted {
         client: &key,
         hash,
@@ -159,7 +158,7 @@ pub(crate) fn open(context: &XdpContext) -> Outcome {
         state: 0,
     };
     found.publish();
-    to_backend(context, packet, &to, backend.next_hop, frontend)
+    to_backend(context, packet, &to, hop, frontend)
 }
 
 /// What a half-open record says of its backend.
@@ -329,7 +328,8 @@ pub(crate) fn prove(context: &XdpContext) -> Outcome {
         if packet.headers.sequence() == expected || packet.headers.sequence() == client_sequence {
             found.release(tag::LIVE);
         }
-        return to_backend(context, packet, &to, next_hop, frontend);
+        let hop = hop_to_backend(packet, next_hop, frontend)?;
+        return to_backend(context, packet, &to, hop, frontend);
     }
     let proven = state & HALF_OPEN_ANSWERED != 0
         && flags & ACK != 0
@@ -337,6 +337,7 @@ pub(crate) fn prove(context: &XdpContext) -> Outcome {
     if !proven {
         return Err(refuse(Reason::Unproven, frontend.tenant));
     }
+    let hop = hop_to_backend(packet, next_hop, frontend)?;
     match promote(&found, &key, packet.headers, now) {
         Ok(true) => {
             if let Some(events) = FRONTEND_EVENTS.get_ptr_mut(u32::from(frontend.id)) {
@@ -347,7 +348,21 @@ pub(crate) fn prove(context: &XdpContext) -> Outcome {
         Ok(false) => count(Reason::PromoteRace, frontend.tenant),
         Err(reason) => return Err(refuse(reason, frontend.tenant)),
     }
-    to_backend(context, packet, &to, next_hop, frontend)
+    to_backend(context, packet, &to, hop, frontend)
+}
+
+/// The next hop to a backend, if the packet can go there now.
+#[inline(always)]
+fn hop_to_backend(packet: &Packet<'_>, next_hop: u16, frontend: &Frontend) -> Result<&'static NextHop, Refusal> {
+    let no = |reason| refuse(reason, frontend.tenant);
+    let (hop, resolved) = resolve(next_hop, packet.headers.total_length(), packet.segment).map_err(no)?;
+    if !resolved {
+        return Err(no(Reason::NoNeighbour));
+    }
+    if packet.headers.ip.ttl <= 1 {
+        return Err(no(Reason::TtlExceeded));
+    }
+    Ok(hop)
 }
 
 /// Rewrites a client's packet as a half-open record says and sends it.
@@ -356,22 +371,13 @@ fn to_backend(
     context: &XdpContext,
     packet: &mut Packet<'_>,
     to: &Tuple4,
-    next_hop: u16,
+    hop: &NextHop,
     frontend: &Frontend,
 ) -> Outcome {
-    let no = |reason| refuse(reason, frontend.tenant);
-    let length = packet.headers.total_length();
-    let (hop, resolved) = resolve(next_hop, length, packet.segment).map_err(no)?;
-    if !resolved {
-        return Err(no(Reason::NoNeighbour));
-    }
-    if packet.headers.ip.ttl <= 1 {
-        return Err(no(Reason::TtlExceeded));
-    }
     if packet.headers.tcp.flags & SYN != 0 {
         clamp_mss(context, packet, u32::from(hop.mtu));
     }
-    count_traffic(frontend.id, false, length);
+    count_traffic(frontend.id, false, packet.headers.total_length());
     packet.headers.rewrite(&packet.key.tuple, to);
     Ok(send(packet.ethernet, hop, mac_pointer(&hop.destination)))
 }
