@@ -54,6 +54,28 @@ pub mod names {
     pub const FRONTEND_EVENTS: &str = "frontend_event";
     /// Program array: the stages off the hot path, index = the `STAGE_*` constants.
     pub const STAGES: &str = "stages";
+    /// All maps that the NICs' loads share: all but [`STAGES`], whose programs know their NIC.
+    pub const SHARED: [&str; 19] = [
+        FLOWS4,
+        AGEING4,
+        HALF_OPEN4,
+        HINTS4,
+        SEGMENTS,
+        ADDRESSES,
+        FRONTENDS,
+        MAGLEV,
+        BACKENDS,
+        NEXT_HOPS,
+        TENANTS,
+        TENANT_USE,
+        SETTINGS,
+        FRONTEND_OWNERS,
+        TRAFFIC,
+        FRONTEND_EVENTS,
+        REASONS,
+        SCRATCH,
+        OWN,
+    ];
     /// The XDP program at the NIC.
     pub const PROGRAM: &str = "lbd_edge";
     /// Control program, run by `BPF_PROG_TEST_RUN`: marks flows and reads the kernel's clock.

@@ -55,11 +55,7 @@ mod driver {
 
     #[inline(always)]
     fn drive(context: &XdpContext) -> Option<u32> {
-        restore_length(context)?;
-        let start = context.data();
-        if start + LENGTH > context.data_end() {
-            return None;
-        }
+        let start = whole(context)?;
         let template = TEMPLATE.get(0)?;
         let counter = NEXT_FLOW.get_ptr_mut(0)?;
         // SAFETY: LENGTH bytes of the packet were checked; `counter` is a map value.
@@ -93,12 +89,16 @@ mod driver {
         unsafe { core::ptr::copy_nonoverlapping(template, start as *mut [u8; LENGTH], 1) };
     }
 
-    /// A refusal has shortened the packet.
+    /// Where the packet begins; it has LENGTH bytes again, if a refusal has shortened it.
     #[inline(always)]
-    fn restore_length(context: &XdpContext) -> Option<()> {
+    fn whole(context: &XdpContext) -> Option<usize> {
         let missing = LENGTH as i32 - (context.data_end() - context.data()) as i32;
         // SAFETY: the helper checks the new length; pointers are made after it.
-        (missing == 0 || unsafe { bpf_xdp_adjust_tail(context.as_ptr().cast(), missing) } == 0).then_some(())
+        if missing != 0 && unsafe { bpf_xdp_adjust_tail(context.as_ptr().cast(), missing) } != 0 {
+            return None;
+        }
+        let start = context.data();
+        (start + LENGTH <= context.data_end()).then_some(start)
     }
 
     /// First client of the claimer.
@@ -136,11 +136,7 @@ mod driver {
 
     #[inline(always)]
     fn claim(context: &XdpContext) -> Option<u32> {
-        restore_length(context)?;
-        let start = context.data();
-        if start + LENGTH > context.data_end() {
-            return None;
-        }
+        let start = whole(context)?;
         let template = TEMPLATE.get(0)?;
         let counter = NEXT_FLOW.get_ptr_mut(0)?;
         let (opened, doubled) = (CLAIMS.get_ptr_mut(0)?, CLAIMS.get_ptr_mut(1)?);

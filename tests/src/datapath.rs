@@ -66,7 +66,7 @@ impl Datapath {
                 .override_global(abi::GLOBAL_IFINDEX, &index, true)
                 .map_max_entries(names::FLOWS4, 2 * max_flows)
                 .map_max_entries(names::AGEING4, 2 * max_flows);
-            for name in SHARED {
+            for name in names::SHARED {
                 loader.map_pin_path(name, pins.path().join(name));
             }
             let mut ebpf = loader.load(object).context("load the BPF object")?;
@@ -182,28 +182,6 @@ impl Datapath {
         Ok(live)
     }
 }
-
-/// Maps that the NICs' loads share: all but the stages, whose programs know their NIC.
-const SHARED: &[&str] = &[
-    names::FLOWS4,
-    names::AGEING4,
-    names::HALF_OPEN4,
-    names::HINTS4,
-    names::SEGMENTS,
-    names::ADDRESSES,
-    names::FRONTENDS,
-    names::MAGLEV,
-    names::BACKENDS,
-    names::NEXT_HOPS,
-    names::TENANTS,
-    names::TENANT_USE,
-    names::SETTINGS,
-    names::FRONTEND_OWNERS,
-    names::TRAFFIC,
-    names::FRONTEND_EVENTS,
-    names::REASONS,
-    names::SCRATCH,
-];
 
 fn program<'a>(ebpf: &'a mut Ebpf, name: &str) -> Result<&'a mut Xdp> {
     Ok(ebpf.program_mut(name).ok_or_else(|| anyhow!("no program {name}"))?.try_into()?)

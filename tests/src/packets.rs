@@ -6,6 +6,8 @@ use anyhow::{Context as _, Result, ensure};
 use etherparse::{NetSlice, PacketBuilder, SlicedPacket, TcpSlice, TransportSlice};
 use lbd_common::tcp::{ACK, FIN, RST, SYN};
 
+use crate::datapath::bench;
+
 /// A TCP segment in an Ethernet frame, with what tests change.
 #[derive(Clone, Debug)]
 pub struct Segment {
@@ -75,6 +77,21 @@ impl Segment {
             acknowledgement: tcp.acknowledgment_number(),
             payload: tcp.payload().to_vec(),
         })
+    }
+}
+
+/// A client's segment to the bench's VIP, through the tenant's gateway.
+pub fn client(source: (Ipv4Addr, u16), flags: u8, sequence: u32, acknowledgement: u32) -> Segment {
+    Segment {
+        source_mac: bench::GATEWAY_MAC,
+        destination_mac: bench::TENANT_MAC,
+        source,
+        destination: (bench::VIP, bench::PORT),
+        ttl: 64,
+        flags,
+        sequence,
+        acknowledgement,
+        payload: Vec::new(),
     }
 }
 

@@ -8,7 +8,7 @@ use lbd_common::checksum::Delta;
 use lbd_common::reason::Reason;
 use lbd_common::tcp::{ACK, FIN, RST, SYN};
 use lbd_tests::datapath::{DROP, Datapath, HUB_NIC, Outcome, PASS, REDIRECT, TENANT_NIC, TX, bench};
-use lbd_tests::packets::{Segment, bytes};
+use lbd_tests::packets::{Segment, bytes, client};
 
 const BACKEND_SEQUENCE: u32 = 0x5566_7788;
 
@@ -26,21 +26,6 @@ fn vector(id: &str) -> Result<(Vec<u8>, Option<Vec<u8>>)> {
     let vector = vectors.iter().find(|vector| vector["id"] == id).with_context(|| format!("vector {id}"))?;
     let out = vector["out_hex"].as_str().map(bytes).transpose()?;
     Ok((bytes(vector["in_hex"].as_str().context("in_hex")?)?, out))
-}
-
-/// A client's segment to the VIP.
-fn client(source: (Ipv4Addr, u16), flags: u8, sequence: u32, acknowledgement: u32) -> Segment {
-    Segment {
-        source_mac: bench::GATEWAY_MAC,
-        destination_mac: bench::TENANT_MAC,
-        source,
-        destination: (bench::VIP, bench::PORT),
-        ttl: 64,
-        flags,
-        sequence,
-        acknowledgement,
-        payload: Vec::new(),
-    }
 }
 
 /// A node's answer to what it has received.

@@ -9,21 +9,7 @@ use aya::programs::{TestRun as _, TestRunOptions, Xdp};
 use lbd_common::abi::{self, names};
 use lbd_common::tcp::{ACK, SYN};
 use lbd_tests::datapath::{Datapath, HUB_NIC, Outcome, REDIRECT, TENANT_NIC, bench};
-use lbd_tests::packets::Segment;
-
-fn client(source: (Ipv4Addr, u16), flags: u8, sequence: u32, acknowledgement: u32) -> Segment {
-    Segment {
-        source_mac: bench::GATEWAY_MAC,
-        destination_mac: bench::TENANT_MAC,
-        source,
-        destination: (bench::VIP, bench::PORT),
-        ttl: 64,
-        flags,
-        sequence,
-        acknowledgement,
-        payload: Vec::new(),
-    }
-}
+use lbd_tests::packets::{Segment, client};
 
 fn key(source: (Ipv4Addr, u16)) -> abi::FlowKey4 {
     abi::FlowKey4 {

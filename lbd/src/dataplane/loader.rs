@@ -244,29 +244,7 @@ pub(super) fn shapes(object: &[u8], config: &Config) -> Result<Vec<Shape>, Datap
 
 /// The constant for a map's name.
 pub(super) fn known_name(name: &str) -> &'static str {
-    const KNOWN: [&str; 20] = [
-        names::OWN,
-        names::FLOWS4,
-        names::AGEING4,
-        names::HALF_OPEN4,
-        names::HINTS4,
-        names::SEGMENTS,
-        names::ADDRESSES,
-        names::FRONTENDS,
-        names::MAGLEV,
-        names::BACKENDS,
-        names::NEXT_HOPS,
-        names::TENANTS,
-        names::TENANT_USE,
-        names::SETTINGS,
-        names::SCRATCH,
-        names::REASONS,
-        names::FRONTEND_OWNERS,
-        names::TRAFFIC,
-        names::FRONTEND_EVENTS,
-        HOP_RECORDS,
-    ];
-    KNOWN.into_iter().find(|known| *known == name).unwrap_or("other")
+    names::SHARED.into_iter().chain([HOP_RECORDS]).find(|known| *known == name).unwrap_or("other")
 }
 
 /// A program loaded for one NIC.
