@@ -692,7 +692,7 @@ fn a_fin_that_is_the_proof_is_followed_like_any_other() -> Result<()> {
     forwarded(&datapath, TENANT_NIC, &client(source, FIN | ACK, 1001, BACKEND_SEQUENCE + 1))?;
     forwarded(&datapath, HUB_NIC, &answer(&syn, FIN | ACK, BACKEND_SEQUENCE + 1))?;
     let flows = datapath.hash::<abi::FlowKey4, abi::Flow4>(names::FLOWS4)?;
-    for entry in flows.iter() {
+    for entry in &flows {
         let state = entry?.1.state;
         assert_eq!(state & (abi::FLOW_FIN | abi::FLOW_PEER_FIN), abi::FLOW_FIN | abi::FLOW_PEER_FIN, "{state:#x}");
     }
