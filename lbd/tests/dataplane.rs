@@ -655,3 +655,17 @@ fn an_interface_made_anew_twice_in_a_moment_is_attached_again() -> Result<()> {
     eventually(Duration::from_secs(5), "the program is back", || Ok(Bench::attached("ten0")?.is_some()))?;
     Ok(())
 }
+
+#[test]
+#[ignore = "needs root"]
+fn an_attachment_that_was_taken_away_is_not_called_attached() -> Result<()> {
+    let bench = Bench::new()?;
+    let dataplane = bench.start("auto")?;
+    let mode = || dataplane.attached().iter().find(|it| it.interface == "ten0").and_then(|attached| attached.mode);
+    ensure!(mode().is_some());
+    run("ip link del ten0")?;
+    ensure!(mode().is_none(), "{:?}", dataplane.attached());
+    dataplane::detach(&bench.bpffs())?;
+    ensure!(dataplane.attached().is_empty());
+    Ok(())
+}

@@ -17,7 +17,7 @@ use std::io::{self, Read, Write};
 use std::net::IpAddr;
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use caps::{CapSet, Capability};
@@ -281,17 +281,13 @@ impl Dataplane {
         self.shared.notices.subscribe()
     }
 
-    /// Interfaces with the mode in force.
+    /// Interfaces with the mode in force, as the kernel tells: an attachment may have been taken away.
     pub fn attached(&self) -> Vec<Attached> {
-        let engine = self.shared.engine();
-        let nic = |nic: &Nic| Attached {
-            interface: nic.interface.clone(),
-            index: nic.index,
-            mode: Some(nic.mode),
-            program_id: nic.program_id,
-            segment_base: nic.slot * abi::VLANS,
-        };
-        engine.nics.values().map(nic).collect()
+        let paths = self.shared.loader.lock().unwrap_or_else(PoisonError::into_inner).paths.clone();
+        loader::attached(&paths).unwrap_or_else(|error| {
+            tracing::warn!("cannot tell what is attached: {error}");
+            Vec::new()
+        })
     }
 
     /// Marks flows as dead: both halves are treated as absent at once and deleted soon. Returns how many lived.

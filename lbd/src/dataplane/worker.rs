@@ -145,10 +145,11 @@ fn netlink(shared: &Shared, mut events: Events, mut client: Client, woken: &Unix
         }
         if ask_facts {
             match client.facts() {
-                Ok(facts) => new_facts(shared, facts, &mut attempts),
+                Ok(facts) => new_facts(shared, facts),
                 Err(error) => tracing::warn!("cannot list interfaces: {error}"),
             }
         }
+        attach_again(shared, &mut attempts);
         if ask_neighbours {
             match client.neighbours() {
                 Ok(found) => {
@@ -190,22 +191,32 @@ fn netlink(shared: &Shared, mut events: Events, mut client: Client, woken: &Unix
     }
 }
 
-fn new_facts(shared: &Shared, facts: HostFacts, attempts: &mut BTreeMap<String, Instant>) {
+fn new_facts(shared: &Shared, facts: HostFacts) {
     let mut engine = shared.engine();
     if engine.facts == facts {
         return;
     }
     engine.facts = facts.clone();
-    // An interface that was made anew has lost its program.
+    engine.refresh();
+    engine.claim_addresses(Instant::now());
+    drop(engine);
+    shared.facts.send_replace(facts);
+}
+
+/// An interface that was made anew has lost its program. What fails is tried again.
+fn attach_again(shared: &Shared, attempts: &mut BTreeMap<String, Instant>) {
+    const PAUSE: Duration = Duration::from_secs(1);
+    let mut engine = shared.engine();
+    let index = |name: &str| engine.facts.interfaces.get(name).map(|interface| interface.index);
     let lost: Vec<(String, u32)> = engine
         .nics
         .values()
-        .filter(|nic| facts.interfaces.get(&nic.interface).is_some_and(|interface| interface.index != nic.index))
+        .filter(|nic| index(&nic.interface).is_some_and(|index| index != nic.index))
         .map(|nic| (nic.interface.clone(), nic.slot))
         .collect();
+    let now = Instant::now();
     for (interface, slot) in lost {
-        let now = Instant::now();
-        if attempts.get(&interface).is_some_and(|last| now.duration_since(*last) < Duration::from_secs(1)) {
+        if attempts.get(&interface).is_some_and(|last| now.duration_since(*last) < PAUSE) {
             continue;
         }
         attempts.insert(interface.clone(), now);
@@ -221,10 +232,6 @@ fn new_facts(shared: &Shared, facts: HostFacts, attempts: &mut BTreeMap<String, 
             Err(error) => tracing::error!("{interface} was made anew: {error}"),
         }
     }
-    engine.refresh();
-    engine.claim_addresses(Instant::now());
-    drop(engine);
-    shared.facts.send_replace(facts);
 }
 
 fn addresses(shared: &Shared, woken: &UnixStream) {
