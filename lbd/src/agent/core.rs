@@ -13,7 +13,7 @@ use crate::config::{Config, SegmentName};
 use crate::dataplane::{Applied, Attached, Dataplane, DataplaneError, FlowPair, Pins};
 use crate::ipam::{Assignments, Ipam};
 use crate::plan::Planner;
-use crate::plan::model::{Health, HostFacts, Notice, Plan};
+use crate::plan::model::{Health, HostFacts, Notice, Pinned, Plan};
 use crate::source::Inventory;
 
 /// What the main loop needs of the data plane; a test may put something else in its place.
@@ -24,6 +24,8 @@ pub(crate) trait Maps {
     fn reconfigure(&mut self, config: &Config) -> Result<(), DataplaneError>;
     /// See [`Dataplane::attached`].
     fn attached(&self) -> Vec<Attached>;
+    /// See [`Dataplane::pinned`].
+    fn pinned(&self) -> Pinned;
     /// See [`Pins::flows`].
     fn flows(&self, config: &Config) -> Result<Vec<FlowPair>, DataplaneError>;
 }
@@ -39,6 +41,10 @@ impl Maps for Dataplane {
 
     fn attached(&self) -> Vec<Attached> {
         Self::attached(self)
+    }
+
+    fn pinned(&self) -> Pinned {
+        Self::pinned(self).clone()
     }
 
     fn flows(&self, config: &Config) -> Result<Vec<FlowPair>, DataplaneError> {
@@ -134,11 +140,12 @@ impl<M: Maps> Core<M> {
     pub(crate) fn new(config: Config, maps: M, state: Arc<StateDirectory>, now: Timestamp) -> Self {
         let config_status =
             ConfigStatus { file: config.origin.file.clone(), loaded: time(now), stale: false, error: None };
+        let planner = Planner::restored(state.load(IDS), &maps.pinned(), &config);
         Self {
             config: Arc::new(config),
             maps,
             ipam: Ipam::new(state.load(ADDRESSES).unwrap_or_default()),
-            planner: Planner::new(state.load(IDS).unwrap_or_default()),
+            planner,
             state,
             plan: Arc::default(),
             assignments: Arc::default(),
@@ -347,6 +354,10 @@ tenants:
 
         fn attached(&self) -> Vec<Attached> {
             Vec::new()
+        }
+
+        fn pinned(&self) -> Pinned {
+            Pinned::default()
         }
 
         fn flows(&self, _: &Config) -> Result<Vec<FlowPair>, DataplaneError> {

@@ -190,6 +190,11 @@ fn mapped(address: IpAddr) -> [u8; 16] {
     }
 }
 
+/// The reverse of [`mapped`].
+pub(super) fn address(mapped: &[u8; 16]) -> IpAddr {
+    IpAddr::from(*mapped).to_canonical()
+}
+
 /// A backend's value.
 pub(super) fn backend(plan: &BackendPlan, next_hop: u16) -> Backend {
     Backend {

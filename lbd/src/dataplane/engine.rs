@@ -23,8 +23,8 @@ use super::regions::Regions;
 use super::resets;
 use super::shadow::{Faults, Store, Table, Writer};
 use super::{Applied, DataplaneError};
-use crate::config::{AddressRange, Config, MssClamp, SegmentName};
-use crate::plan::model::{HostFacts, InterfaceFacts, Plan, Reset, SegmentId, SegmentPlan};
+use crate::config::{AddressRange, Config, MssClamp, Protocol, SegmentName};
+use crate::plan::model::{FrontendAddress, HostFacts, InterfaceFacts, Pinned, Plan, Reset, SegmentId, SegmentPlan};
 use crate::source::ObjectName;
 
 /// Free addresses of each tenant's pools that are checked ahead of need.
@@ -213,6 +213,44 @@ impl Engine {
             .map(|(key, _)| (key.segment, Ipv4Addr::from(abi::unmapped(&key.address))))
             .collect();
         Ok(engine)
+    }
+
+    /// What the maps say of ids, before anything is written.
+    pub(super) fn pinned(&self) -> Pinned {
+        let mut pinned = Pinned::default();
+        let at: BTreeMap<u32, SegmentName> = self
+            .nics
+            .values()
+            .map(|nic| {
+                let name = SegmentName { interface: nic.interface.clone(), vlan: None };
+                (abi::segment_index(nic.slot, 0), name)
+            })
+            .collect();
+        for (index, segment) in self.tables.segments.shadow().iter().filter(|(_, segment)| segment.id != 0) {
+            pinned.last_segment = pinned.last_segment.max(segment.id);
+            if let Some(name) = at.get(index) {
+                pinned.segments.insert(name.clone(), segment.id);
+            }
+        }
+        for key in self.hops.keys() {
+            pinned.last_segment = pinned.last_segment.max(key.segment());
+        }
+        for (key, frontend) in self.tables.frontends.shadow() {
+            let protocol = [Protocol::Tcp, Protocol::Udp].into_iter().find(|it| it.number() == key.protocol);
+            let Some(protocol) = protocol else { continue };
+            let (segment, vip, port) = (key.segment, contents::address(&key.vip), u16::from_be(key.port_be));
+            let address = FrontendAddress { segment, vip, port, protocol };
+            pinned.frontends.insert(address, (frontend.id, frontend.tenant));
+        }
+        for (&id, owner) in self.tables.owners.shadow() {
+            pinned.last_frontend = pinned.last_frontend.max(id as u16);
+            pinned.last_tenant = pinned.last_tenant.max(owner.tenant);
+        }
+        for (&id, backend) in self.tables.backends.shadow() {
+            let place = (backend.segment, contents::address(&backend.address), u16::from_be(backend.port_be));
+            pinned.backends.insert(id as u16, place);
+        }
+        pinned
     }
 
     fn recover_hops(&mut self) {
@@ -838,8 +876,8 @@ mod tests {
     use super::super::Mode;
     use super::super::shadow::tests::Memory;
     use super::*;
-    use crate::config::Protocol;
-    use crate::plan::model::{AddressPlan, BackendPlan, FrontendAddress, FrontendBackend, FrontendPlan, TenantPlan};
+
+    use crate::plan::model::{AddressPlan, BackendPlan, FrontendBackend, FrontendPlan, TenantPlan};
 
     /// Writes to all maps, in order.
     type Log = Arc<Mutex<Vec<&'static str>>>;

@@ -25,7 +25,7 @@ use lbd_common::abi::{self, ControlRequest, FlowKey4, Settings, control, names};
 use tokio::sync::watch;
 
 use crate::config::{Config, SegmentName};
-use crate::plan::model::{HostFacts, Notice, Plan};
+use crate::plan::model::{HostFacts, Notice, Pinned, Plan};
 
 mod arp;
 mod bpf;
@@ -133,6 +133,7 @@ pub struct Dataplane {
     shared: Arc<Shared>,
     workers: Workers,
     settings: Map<u32, Settings>,
+    pinned: Pinned,
 }
 
 impl Dataplane {
@@ -189,10 +190,11 @@ impl Dataplane {
             tracing::warn!("{interface}: no longer configured, detached");
         }
         engine.claim_addresses(Instant::now());
+        let pinned = engine.pinned();
         let shared = Arc::new(Shared::new(engine, loader));
         let workers =
             Workers::start(&shared, events, client).map_err(DataplaneError::system("cannot start a thread"))?;
-        Ok(Self { shared, workers, settings })
+        Ok(Self { shared, workers, settings, pinned })
     }
 
     fn bring_up(
@@ -264,6 +266,11 @@ impl Dataplane {
         let result = self.shared.engine().apply(plan, Instant::now());
         self.workers.wake();
         result
+    }
+
+    /// What the maps said of ids when this agent started.
+    pub const fn pinned(&self) -> &Pinned {
+        &self.pinned
     }
 
     /// The host's interfaces, kept up to date.

@@ -867,6 +867,11 @@ fn frontend_id(context: &mut Context<'_, '_>, wish: &Wish<'_>, plan: &mut Plan) 
                 context.ids.changes += 1;
                 uid.clone_into(&mut entry.memory.uid);
             }
+            if entry.memory.recovered {
+                context.ids.changes += 1;
+                entry.memory.recovered = false;
+                entry.memory.service = wish.service_name.cloned();
+            }
             return Some((entry.id, false));
         }
     }
@@ -874,7 +879,7 @@ fn frontend_id(context: &mut Context<'_, '_>, wish: &Wish<'_>, plan: &mut Plan) 
         tenant: wish.tenant.name.clone(),
         service: wish.service_name.cloned(),
         uid: uid.to_owned(),
-        down: BTreeSet::new(),
+        ..FrontendMemory::default()
     };
     let Some(id) = frontends.fresh(FRONTENDS) else {
         // Its old flows are reset, because it is no longer in the plan.

@@ -6,8 +6,8 @@ use std::net::IpAddr;
 use lbd_common::abi::{MAX_BACKENDS, MAX_FRONTENDS, MAX_TENANTS};
 use serde::{Deserialize, Serialize};
 
-use super::model::{BackendId, FrontendAddress, Reset, SegmentId, TenantId};
-use crate::config::{Protocol, SegmentName};
+use super::model::{BackendId, FrontendAddress, Pinned, Reset, SegmentId, TenantId};
+use crate::config::{Config, Protocol, SegmentName, Tenant};
 use crate::source::ObjectName;
 
 /// Ids that must survive restarts, and what is needed to find flows whose backend is gone or another's.
@@ -32,6 +32,45 @@ impl Ids {
     /// The name of each tenant that has an id, for counters that outlive a plan.
     pub fn tenants(&self) -> BTreeMap<TenantId, String> {
         self.tenants.used.iter().map(|(name, entry)| (entry.id, name.clone())).collect()
+    }
+
+    /// Whether the maps know the segments of configured interfaces by these ids. A file that was lost, or comes from elsewhere, does not
+    /// agree: what is in the maps would be read as another segment's.
+    pub(super) fn agree(&self, pinned: &Pinned) -> bool {
+        pinned
+            .segments
+            .iter()
+            .all(|(name, &id)| self.segments.used.get(&name.into()).is_some_and(|entry| entry.id == id))
+    }
+
+    /// The ids that the maps hold. Who a frontend belonged to is not in the maps: whose VIP it is now has had it.
+    pub(super) fn recovered(pinned: &Pinned, config: &Config) -> Self {
+        let mut ids = Self { changes: 1, ..Self::default() };
+        ids.segments.used =
+            pinned.segments.iter().map(|(name, &id)| (name.into(), Entry { id, memory: () })).collect();
+        ids.segments.highest = pinned.last_segment;
+        for (address, &(id, tenant_id)) in &pinned.frontends {
+            let here = |tenant: &&Tenant| pinned.segments.get(&tenant.segment) == Some(&address.segment);
+            let owns = |tenant: &&Tenant| {
+                tenant.pools.iter().any(|range| range.contains(address.vip))
+                    || tenant.frontends.iter().any(|frontend| frontend.vip == Some(address.vip))
+            };
+            // Nobody's: its flows are reset.
+            let mut memory = FrontendMemory { recovered: true, ..FrontendMemory::default() };
+            if let Some(tenant) = config.tenants.iter().filter(here).find(owns) {
+                ids.tenants.used.entry(tenant.name.clone()).or_insert(Entry { id: tenant_id, memory: () });
+                memory.tenant.clone_from(&tenant.name);
+            }
+            ids.frontends.used.insert(address.into(), Entry { id, memory });
+        }
+        ids.tenants.highest = pinned.last_tenant;
+        ids.frontends.highest = pinned.last_frontend;
+        for (&id, &(segment, address, port)) in &pinned.backends {
+            let key = BackendKey { segment, address, port };
+            ids.backends.used.insert(key, Entry { id, memory: BackendMemory::default() });
+        }
+        ids.repair();
+        ids
     }
 
     /// Grows whenever something has changed that belongs on disk.
@@ -189,12 +228,16 @@ pub(super) struct FrontendMemory {
     /// With `on_down: reset`: the backends that were down.
     #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
     pub(super) down: BTreeSet<BackendId>,
+    /// Only the tenant is known.
+    #[serde(skip)]
+    pub(super) recovered: bool,
 }
 
 impl FrontendMemory {
     /// Whether a flow of the past may live on: same tenant, same Service object. A Service that was not there yet had no flows.
     pub(super) fn is_same(&self, tenant: &str, service: Option<&ObjectName>, uid: &str) -> bool {
-        self.tenant == tenant && self.service.as_ref() == service && (self.uid.is_empty() || self.uid == uid)
+        self.tenant == tenant
+            && (self.recovered || self.service.as_ref() == service && (self.uid.is_empty() || self.uid == uid))
     }
 }
 

@@ -17,7 +17,7 @@ use ipnet::IpNet;
 pub use self::ids::Ids;
 use self::ids::{BackendKey, SEGMENTS, SegmentKey, TENANTS};
 use self::model::{
-    AddressPlan, Health, HostFacts, InterfaceFacts, Notice, Plan, Reset, SegmentId, SegmentPlan, TenantId, TenantPlan,
+    AddressPlan, Health, HostFacts, InterfaceFacts, Notice, Pinned, Plan, Reset, SegmentId, SegmentPlan, TenantId, TenantPlan,
 };
 use self::table::Cache;
 use crate::config::{Config, HostAccess, SegmentName, Tenant};
@@ -35,6 +35,22 @@ impl Planner {
     /// Starts from the ids of an earlier life, or from none.
     pub fn new(mut ids: Ids) -> Self {
         ids.repair();
+        Self { ids, cache: Cache::default() }
+    }
+
+    /// Starts from the ids of an earlier life if the maps agree with them, else from what the maps hold.
+    pub fn restored(ids: Option<Ids>, pinned: &Pinned, config: &Config) -> Self {
+        let mut ids = ids.unwrap_or_default();
+        ids.repair();
+        if !ids.agree(pinned) {
+            tracing::warn!(
+                "the saved ids are lost or not those of the maps; recovered from the maps: {} segments, {} frontends, {} backends",
+                pinned.segments.len(),
+                pinned.frontends.len(),
+                pinned.backends.len()
+            );
+            ids = Ids::recovered(pinned, config);
+        }
         Self { ids, cache: Cache::default() }
     }
 

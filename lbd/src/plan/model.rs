@@ -68,6 +68,23 @@ pub struct Plan {
     pub notices: Vec<Notice>,
 }
 
+/// What the maps of an earlier life say of ids: what is left when the file that keeps them is lost.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Pinned {
+    /// Ids of the segments of the configured interfaces.
+    pub segments: BTreeMap<SegmentName, SegmentId>,
+    /// Ids and tenants of frontends.
+    pub frontends: BTreeMap<FrontendAddress, (FrontendId, TenantId)>,
+    /// Segment, address and port of backends.
+    pub backends: BTreeMap<BackendId, (SegmentId, IpAddr, u16)>,
+    /// Highest id of a segment that was ever seen.
+    pub last_segment: SegmentId,
+    /// Highest index of a tenant that was ever seen.
+    pub last_tenant: TenantId,
+    /// Highest id of a frontend that was ever seen.
+    pub last_frontend: FrontendId,
+}
+
 /// A segment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SegmentPlan {
