@@ -33,6 +33,10 @@ pub(super) fn still_meant(reset: &Reset, plan: &Plan) -> bool {
         Reset::Address(segment, address) => {
             plan.backends.values().all(|backend| backend.segment != *segment || backend.address != *address)
         }
+        // Nobody's that we know: as long as it is none of ours again.
+        Reset::Target { keep, port, .. } if keep.is_empty() => {
+            plan.frontends.values().all(|frontend| frontend.target_port != *port)
+        }
         Reset::Target { keep, .. } => plan.frontends.values().any(|frontend| keep.contains(&frontend.id)),
     }
 }

@@ -998,6 +998,37 @@ fn down_resets(context: &mut Context<'_, '_>, wish: &Wish<'_>, id: FrontendId, n
     context.ids.changes += u64::from(*before != remembered);
 }
 
+/// NodePorts that were a frontend's and belong now to a Service that no frontend leads to. `current`: ports of frontends.
+fn of_others(context: &mut Context<'_, '_>, hub: SegmentId, current: &HashSet<(u8, u16)>) -> Vec<TargetKey> {
+    let former: HashSet<(u8, u16)> = context
+        .ids
+        .targets
+        .keys()
+        .filter(|key| key.segment == hub && !current.contains(&(key.protocol, key.port)))
+        .map(|key| (key.protocol, key.port))
+        .collect();
+    if former.is_empty() {
+        return Vec::new();
+    }
+    let mut found = Vec::new();
+    for (name, service) in &context.inventory.services {
+        for port in &service.ports {
+            let Some(protocol) = port.protocol().map(Protocol::number) else { continue };
+            if !former.contains(&(protocol, port.node_port)) {
+                continue;
+            }
+            let owner = if service.uid.is_empty() { name.to_string() } else { service.uid.clone() };
+            let key = TargetKey { segment: hub, protocol, port: port.node_port };
+            if context.ids.targets.get(&key).is_some_and(|before| *before != owner) {
+                context.ids.targets.insert(key, owner);
+                context.ids.changes += 1;
+                found.push(key);
+            }
+        }
+    }
+    found
+}
+
 /// NodePorts that belong to another Service now.
 fn targets(
     context: &mut Context<'_, '_>,
@@ -1007,6 +1038,7 @@ fn targets(
     plan: &Plan,
 ) {
     let mut taken_over = Vec::new();
+    let mut current = HashSet::new();
     for (wish, id) in wishes.iter().zip(ids) {
         let (Some(service), Some(name)) = (wish.service, wish.service_name) else { continue };
         if !wish.node_port || wish.target == 0 || id.is_none() {
@@ -1020,6 +1052,7 @@ fn targets(
         } else {
             service.uid.as_str()
         };
+        current.insert((key.protocol, key.port));
         match context.ids.targets.get_mut(&key) {
             Some(before) if before == owner => {}
             Some(before) => {
@@ -1033,6 +1066,7 @@ fn targets(
             }
         }
     }
+    taken_over.extend(of_others(context, hub, &current));
     if taken_over.is_empty() {
         return;
     }

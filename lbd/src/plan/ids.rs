@@ -46,8 +46,7 @@ impl Ids {
     /// The ids that the maps hold. Who a frontend belonged to is not in the maps: whose VIP it is now has had it.
     pub(super) fn recovered(pinned: &Pinned, config: &Config) -> Self {
         let mut ids = Self { changes: 1, ..Self::default() };
-        ids.segments.used =
-            pinned.segments.iter().map(|(name, &id)| (name.into(), Entry { id, memory: () })).collect();
+        ids.segments.used = pinned.segments.iter().map(|(name, &id)| (name.into(), Entry { id, memory: () })).collect();
         ids.segments.highest = pinned.last_segment;
         for (address, &(id, tenant_id)) in &pinned.frontends {
             let here = |tenant: &&Tenant| pinned.segments.get(&tenant.segment) == Some(&address.segment);

@@ -17,7 +17,8 @@ use ipnet::IpNet;
 pub use self::ids::Ids;
 use self::ids::{BackendKey, SEGMENTS, SegmentKey, TENANTS};
 use self::model::{
-    AddressPlan, Health, HostFacts, InterfaceFacts, Notice, Pinned, Plan, Reset, SegmentId, SegmentPlan, TenantId, TenantPlan,
+    AddressPlan, Health, HostFacts, InterfaceFacts, Notice, Pinned, Plan, Reset, SegmentId, SegmentPlan, TenantId,
+    TenantPlan,
 };
 use self::table::Cache;
 use crate::config::{Config, HostAccess, SegmentName, Tenant};

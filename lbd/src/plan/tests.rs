@@ -380,6 +380,75 @@ fn b01_a_node_port_that_another_service_gets_takes_the_old_flows_with_it() {
 }
 
 #[test]
+fn b01_a_node_port_that_a_service_of_nobody_gets_takes_the_old_flows_with_it() {
+    let mut world = World::roles();
+    world.apply();
+    world.service(API).ports[0].node_port = 31222;
+    world.apply();
+    world.restart();
+    // No tenant claims it, and no frontend leads to it.
+    let mut other = service("uid-other", &[(8443, 30918)]);
+    other.kind = ServiceKind::NodePort;
+    world.add("default/other", other);
+    let plan = world.apply();
+    let hub = plan.segments.iter().find(|(_, it)| it.hub_side).map(|(&id, _)| id).unwrap();
+    let keep = BTreeSet::new();
+    assert_eq!(plan.resets, [Reset::Target { segment: hub, protocol: 6, address: None, port: 30918, keep }].into());
+    assert!(world.apply().resets.is_empty());
+    // And when it comes back.
+    world.inventory.services.remove(&name("default/other"));
+    world.service(API).ports[0].node_port = 30918;
+    assert_eq!(world.apply().resets.len(), 1);
+    assert!(world.apply().resets.is_empty());
+}
+
+#[test]
+fn ids_that_are_lost_are_those_of_the_maps() {
+    let mut world = World::roles();
+    let before = world.apply();
+    let (segments, tenant) = (&before.segments, *before.tenants.keys().next().unwrap());
+    // As if they had come about in another order.
+    let pinned = Pinned {
+        segments: segments.iter().map(|(&id, plan)| (plan.name.clone(), 10 - id)).collect(),
+        frontends: before
+            .frontends
+            .iter()
+            .map(|(at, plan)| (FrontendAddress { segment: 10 - at.segment, ..*at }, (plan.id + 100, tenant + 5)))
+            .chain([(FrontendAddress { segment: 9, vip: ip("192.0.2.9"), port: 1, protocol: Protocol::Tcp }, (99, 3))])
+            .collect(),
+        backends: before
+            .backends
+            .iter()
+            .map(|(&id, plan)| (id + 200, (10 - plan.segment, plan.address, plan.port)))
+            .collect(),
+        last_segment: 12,
+        last_tenant: 9,
+        last_frontend: 300,
+    };
+    for saved in [None, Some(world.planner.ids().clone())] {
+        world.planner = Planner::restored(saved, &pinned, &world.config);
+        let after = world.apply();
+        for (name, &id) in &pinned.segments {
+            assert_eq!(&after.segments[&id].name, name);
+        }
+        for (at, &(id, tenant)) in pinned.frontends.iter().filter(|(at, _)| at.segment != 9 || at.port != 1) {
+            assert_eq!((after.frontends[at].id, after.frontends[at].tenant), (id, tenant));
+        }
+        assert!(after.backends.keys().all(|id| pinned.backends.contains_key(id)));
+        // What nobody wants any more is reset, as ever.
+        assert_eq!(after.resets, [Reset::Frontend(99)].into());
+        let mut more = service("uid-more", &[(1, 30001)]);
+        more.created = 5000;
+        world.add("clusters-tenant-a/more", more);
+        assert!(world.apply().frontends.values().any(|frontend| frontend.id == 301));
+        world.inventory.services.remove(&name("clusters-tenant-a/more"));
+    }
+    // Ids that agree with the maps are kept, with all that they remember.
+    let ids = world.planner.ids().clone();
+    assert_eq!(*Planner::restored(Some(ids.clone()), &pinned, &world.config).ids(), ids);
+}
+
+#[test]
 fn a_deleted_service_is_gone_and_a_new_one_of_the_same_name_is_another() {
     let mut world = World::roles();
     let before = world.apply();
