@@ -145,3 +145,18 @@ fn a_closed_pipe_is_no_failure() {
     drop(help.stdout.take());
     assert!(help.wait().unwrap().success());
 }
+
+/// What only the host proves wrong is told as what the file proves wrong: on standard error, once, with its place.
+#[test]
+fn a_missing_interface_is_one_message_with_its_place() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = write(directory.path(), &CONFIG.replace("eth0", "lbd-none0").replace("eth1", "lbd-none1"));
+    let output = lbd(&["check", "--config", &path]);
+    assert_eq!(code(&output), 2, "{output:?}");
+    let text = stderr(&output);
+    assert!(output.stdout.is_empty(), "{output:?}");
+    for (place, name) in [(":2:32: ", "lbd-none0"), (":5:27: ", "lbd-none1")] {
+        let lines: Vec<_> = text.lines().filter(|line| line.contains(&format!("interface {name}"))).collect();
+        assert!(lines.len() == 1 && lines[0].contains(&format!("{path}{place}")), "{text}");
+    }
+}

@@ -156,7 +156,11 @@ async fn serve(path: PathBuf, config: Config) -> Result<(), AgentError> {
 
     check_fit(&config)?;
     // Before the host is looked at more closely: what another agent has done there is no fault of the host.
-    let state = Arc::new(StateDirectory::open(&config.state_dir)?);
+    let state = match StateDirectory::open(&config.state_dir) {
+        // Whoever may not attach anything may not write there either: the cause is told, not what follows from it.
+        Err(error @ StateError::Io { .. }) => return Err(check_host(&config).err().unwrap_or(error.into())),
+        state => Arc::new(state?),
+    };
     check_host(&config)?;
     let saved: Option<SavedInventory<Inventory>> = config.hub.kubernetes.as_ref().and_then(|_| state.load(INVENTORY));
     let restored_health = health::restore(&state.load::<Vec<SavedTarget>>(HEALTH).unwrap_or_default());

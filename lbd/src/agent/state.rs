@@ -37,7 +37,7 @@ pub enum StateError {
         pid: Option<String>,
     },
     /// A system call failed.
-    #[error("state directory: {what} {}: {source}", path.display())]
+    #[error("state directory: {what} {}: {source}: run as root or as the systemd unit does, or set state_dir", path.display())]
     Io {
         /// What was tried.
         what: &'static str,

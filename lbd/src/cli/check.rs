@@ -19,6 +19,12 @@ pub(super) fn run(path: &Path) -> u8 {
         Err(error) => return complain(&error.to_string(), FAILED),
     };
     let misfits = config::check_host(&config, &facts);
+    let mistakes: Vec<String> =
+        misfits.iter().filter(|misfit| misfit.severity == Severity::Error).map(ToString::to_string).collect();
+    // As `lbd run` says it: what else there may be follows from the file, and is told once that is right.
+    if !mistakes.is_empty() {
+        return complain(&mistakes.join("\n"), USAGE);
+    }
     let mut problems = dataplane::preflight(&config);
     if let Some(settings) = &config.hub.kubernetes {
         problems.extend(cluster(settings));
@@ -27,8 +33,6 @@ pub(super) fn run(path: &Path) -> u8 {
     let printed = say(&report(path, &misfits, &problems, &memory));
     if printed != DONE {
         printed
-    } else if misfits.iter().any(|misfit| misfit.severity == Severity::Error) {
-        USAGE
     } else if problems.iter().any(|problem| problem.fatal) {
         FAILED
     } else {
@@ -66,8 +70,7 @@ fn report(path: &Path, misfits: &[config::Problem], problems: &[Problem], memory
     // Writing to a string does not fail.
     let _ = writeln!(text, "{}: the file is valid", path.display());
     for misfit in misfits {
-        let level = if misfit.severity == Severity::Error { "error" } else { "warning" };
-        let _ = writeln!(text, "{level}: {misfit}");
+        let _ = writeln!(text, "warning: {misfit}");
     }
     for problem in problems {
         let level = if problem.fatal { "error" } else { "warning" };
@@ -80,8 +83,7 @@ fn report(path: &Path, misfits: &[config::Problem], problems: &[Problem], memory
             let _ = writeln!(text, "  {name:<15} {:>12}", mebibytes(*bytes));
         }
     }
-    let fatal = problems.iter().filter(|problem| problem.fatal).count()
-        + misfits.iter().filter(|misfit| misfit.severity == Severity::Error).count();
+    let fatal = problems.iter().filter(|problem| problem.fatal).count();
     let _ = match (fatal, problems.len() + misfits.len()) {
         (0, 0) => writeln!(text, "the host is ready"),
         (0, warnings) => writeln!(text, "the host is ready, with {warnings} warning(s)"),

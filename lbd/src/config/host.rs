@@ -57,6 +57,10 @@ pub fn check_host(config: &Config, host: &HostFacts) -> Vec<Problem> {
     }
     let mut problems = check.problems;
     problems.sort_by_key(|problem| problem.position);
+    // One place, one mistake: an MTU that fits no tenant is told once.
+    problems.dedup_by(|next, first| {
+        next.severity == Severity::Error && first.severity == Severity::Error && next.position == first.position
+    });
     problems
 }
 
@@ -166,6 +170,17 @@ impl<'a> Check<'a> {
                         format!(
                             "{label}: segment.address: {name} does not have {address}, which neighbours and probes need: add it \
                              (`ip address add {address} dev {name}`) or correct it"
+                        ),
+                    );
+                } else if !facts.all_addresses.iter().chain(&facts.addresses).any(|net| *net == address) {
+                    let has =
+                        facts.addresses.iter().chain(&facts.all_addresses).find(|net| net.addr() == address.addr());
+                    self.warning(
+                        &format!("{path}.segment.address"),
+                        format!(
+                            "{label}: segment.address: {address} is {} on {name}: clients between the two would be looked for in the \
+                             wrong place: write the same length here and there",
+                            has.map_or_else(String::new, ToString::to_string)
                         ),
                     );
                 }

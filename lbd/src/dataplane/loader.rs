@@ -905,6 +905,17 @@ pub(super) fn attached(paths: &Paths) -> Result<Vec<Attached>, DataplaneError> {
 /// Detaches every pinned link; then removes all pins, of any ABI. Returns interfaces and the number of maps.
 pub(super) fn remove_all(paths: &Paths) -> Result<(Vec<String>, u32), DataplaneError> {
     let mut interfaces = Vec::new();
+    for directory in [&paths.root, &paths.links] {
+        // What cannot be seen is not gone.
+        match fs::read_dir(directory) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(DataplaneError::system(format!("cannot read {} (run as root)", directory.display()))(
+                    error,
+                ));
+            }
+            _ => {}
+        }
+    }
     for (pin, path) in entries(&paths.links) {
         // A link that cannot be opened is no link: the pin is all there is to remove.
         if let Ok(link) = bpf::open(&path) {

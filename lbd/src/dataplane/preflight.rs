@@ -58,6 +58,9 @@ pub(super) fn preflight(config: &Config) -> Vec<Problem> {
             None
         }
     };
+    if let Some(message) = local_ports(config) {
+        problems.push(problem(false, "net.ipv4.ip_local_port_range", message));
+    }
     let Ok(mut client) = Client::new() else {
         problems.push(problem(true, "netlink", "cannot open a netlink socket".to_owned()));
         return problems;
@@ -86,6 +89,37 @@ pub(super) fn preflight(config: &Config) -> Vec<Problem> {
 
 fn problem(fatal: bool, subject: &str, message: String) -> Problem {
     Problem { fatal, subject: subject.to_owned(), message }
+}
+
+/// What is wrong if the host takes ports for its own connections, probes above all, from those for clients: replies to a port for
+/// clients never reach the host's TCP.
+fn local_ports(config: &Config) -> Option<String> {
+    let read = |name: &str| std::fs::read_to_string(format!("/proc/sys/net/ipv4/{name}")).ok();
+    let range = read("ip_local_port_range")?;
+    let mut numbers = range.split_whitespace().map(|number| number.parse::<u16>().ok());
+    let (first, last) = (numbers.next()??, numbers.next()??);
+    clash(config.hub.snat_ports, (first, last), &read("ip_local_reserved_ports").unwrap_or_default())
+}
+
+fn clash(ports: (u16, u16), (first, last): (u16, u16), reserved: &str) -> Option<String> {
+    let common = ports.0.max(first)..=ports.1.min(last);
+    let spared = |port: u16| {
+        reserved.trim().split(',').any(|part| {
+            let (from, to) = part.split_once('-').unwrap_or((part, part));
+            matches!((from.parse::<u16>(), to.parse::<u16>()), (Ok(from), Ok(to)) if (from..=to).contains(&port))
+        })
+    };
+    if common.clone().all(spared) {
+        return None;
+    }
+    Some(format!(
+        "{first}-{last} overlaps the ports for clients {}-{} (snat_ports): probes and other connections of the host to backends would \
+         fail at random; keep them apart with snat_ports, or run `sysctl -w net.ipv4.ip_local_reserved_ports={}-{}`",
+        ports.0,
+        ports.1,
+        common.start(),
+        common.end()
+    ))
 }
 
 fn kernel(problems: &mut Vec<Problem>) {
@@ -201,4 +235,20 @@ fn ethtool(interface: &str, command: u32) -> io::Result<u32> {
         return Err(io::Error::last_os_error());
     }
     Ok(value.data)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::clash;
+
+    #[test]
+    fn ports_of_the_host_and_ports_for_clients_are_apart() {
+        assert_eq!(clash((1024, 32767), (32768, 60999), ""), None);
+        let message = clash((1024, 32767), (1024, 65535), "\n").unwrap_or_default();
+        assert!(message.contains("1024-65535") && message.contains("reserved_ports=1024-32767"), "{message}");
+        // What is reserved is not taken.
+        assert_eq!(clash((1024, 32767), (1024, 65535), "80,1024-20000,20001-32767\n"), None);
+        assert!(clash((1024, 32767), (1024, 65535), "1024-20000\n").is_some());
+        assert!(clash((30000, 32768), (32768, 60999), "").is_some());
+    }
 }

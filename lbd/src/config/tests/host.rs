@@ -58,6 +58,12 @@ fn each_thing_that_does_not_fit_the_host_is_one_message_with_its_place() {
         ),
         (
             "address: 192.168.203.2/24",
+            "address: 192.168.203.2/23",
+            "warning lbd.yaml:11:42: tenant tenant-a: segment.address: 192.168.203.2/23 is 192.168.203.2/24 on eth1: clients between the \
+             two would be looked for in the wrong place: write the same length here and there",
+        ),
+        (
+            "address: 192.168.203.2/24",
             "address: 192.168.203.3/24",
             "warning lbd.yaml:11:42: tenant tenant-a: segment.address: eth1 does not have 192.168.203.3/24, which neighbours and probes \
              need: add it (`ip address add 192.168.203.3/24 dev eth1`) or correct it",
