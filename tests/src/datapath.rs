@@ -64,8 +64,8 @@ impl Datapath {
             loader
                 .override_global(abi::GLOBAL_SEGMENT_BASE, &base, true)
                 .override_global(abi::GLOBAL_IFINDEX, &index, true)
-                .map_max_entries(names::FLOWS4, 2 * max_flows)
-                .map_max_entries(names::AGEING4, 2 * max_flows);
+                .map_max_entries(names::FLOWS4, abi::flow_entries(max_flows))
+                .map_max_entries(names::AGEING4, abi::flow_entries(max_flows));
             for name in names::SHARED {
                 loader.map_pin_path(name, pins.path().join(name));
             }

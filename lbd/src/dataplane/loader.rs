@@ -202,7 +202,7 @@ impl Shape {
 
 /// Sizes that the configuration sets.
 fn sizes(config: &Config) -> [(&'static str, u32); 2] {
-    let entries = config.datapath.max_flows.saturating_mul(2);
+    let entries = abi::flow_entries(config.datapath.max_flows);
     [(names::FLOWS4, entries), (names::AGEING4, entries)]
 }
 
