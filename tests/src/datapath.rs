@@ -27,7 +27,7 @@ pub const TICKS_PER_SECOND: u32 = 62;
 /// A loaded object with two NICs: tenant (ifindex 2) and hub (ifindex 3), each with its own load over shared maps.
 pub struct Datapath {
     nics: Vec<Ebpf>,
-    pins: tempfile::TempDir,
+    pins: BpfFileSystem,
 }
 
 /// What came out of a run.
@@ -57,7 +57,7 @@ impl Datapath {
             bail!("lbd was built without its datapath: run `cargo xtask build` first");
         }
         let mut nics: Vec<Ebpf> = Vec::new();
-        let pins = tempfile::Builder::new().prefix("lbd-test-").tempdir_in(bpffs()?)?;
+        let pins = BpfFileSystem::mount()?;
         for nic in 0..2usize {
             let (base, index) = (nic as u32 * abi::VLANS, ifindex(nic));
             let mut loader = EbpfLoader::new();
@@ -203,16 +203,31 @@ fn zerocopy_bytes_mut(request: &mut abi::ControlRequest) -> &mut [u8] {
     zerocopy::IntoBytes::as_mut_bytes(request)
 }
 
-/// A bpffs to pin shared maps in for a moment, private to this process's mount namespace.
-fn bpffs() -> Result<std::path::PathBuf> {
-    static MOUNTED: std::sync::OnceLock<std::path::PathBuf> = std::sync::OnceLock::new();
-    if let Some(path) = MOUNTED.get() {
-        return Ok(path.clone());
+/// A BPF file system of its own, to pin the shared maps in; gone when dropped.
+struct BpfFileSystem {
+    directory: tempfile::TempDir,
+}
+
+impl BpfFileSystem {
+    fn mount() -> Result<Self> {
+        let directory = tempfile::Builder::new().prefix("lbd-bpffs-").tempdir()?;
+        nix::mount::mount(Some("bpf"), directory.path(), Some("bpf"), nix::mount::MsFlags::empty(), None::<&str>)
+            .with_context(|| format!("mount bpffs on {} (root is needed)", directory.path().display()))?;
+        Ok(Self { directory })
     }
-    let directory = tempfile::Builder::new().prefix("lbd-bpffs-").tempdir()?.keep();
-    nix::mount::mount(Some("bpf"), &directory, Some("bpf"), nix::mount::MsFlags::empty(), None::<&str>)
-        .with_context(|| format!("mount bpffs on {} (root is needed)", directory.display()))?;
-    Ok(MOUNTED.get_or_init(|| directory).clone())
+
+    fn path(&self) -> &std::path::Path {
+        self.directory.path()
+    }
+}
+
+impl Drop for BpfFileSystem {
+    fn drop(&mut self) {
+        // Before the directory goes: it could not be removed while something is mounted on it.
+        if let Err(error) = nix::mount::umount2(self.path(), nix::mount::MntFlags::MNT_DETACH) {
+            eprintln!("{}: cannot unmount: {error}", self.path().display());
+        }
+    }
 }
 
 /// The bench of the acceptance cases: tenant a on the first NIC, hub on the second, one VIP with TCP 6443 → NodePort 30918.
