@@ -2,6 +2,7 @@
 //!
 //! All run on the cases' bench: tenant a on `ten0`, tenant b on `ten1`, the hub on `hub0`.
 use std::collections::BTreeSet;
+use std::io::{Read as _, Write as _};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
@@ -102,6 +103,45 @@ fn a16_redirects_that_nobody_takes_are_counted() -> Result<()> {
     let status = agent.lbctl_raw(&["status", "--check"])?;
     ensure!(status.status.code() == Some(1), "status --check: {:?}", status.status);
     Ok(())
+}
+
+/// A hub interface whose driver takes no redirected frames at all: `native` refuses by name, `auto` takes the one mode that works on
+/// all interfaces, and says why.
+#[test]
+#[ignore = "needs root"]
+fn a16_an_interface_without_redirect() -> Result<()> {
+    let bench = Bench::new("a16b")?;
+    let _servers = bench.serve_nodes(&[Bench::NODE_PORT])?;
+    // A bridge has no `ndo_xdp_xmit`.
+    bench.lb.ip_batch(
+        "address flush dev hub0
+        link set hub0 down
+        link set hub0 name cable
+        link add hub0 address 02:00:00:00:0a:02 type bridge
+        link set cable master hub0
+        link set cable up
+        link set hub0 up
+        address add 10.0.0.2/24 dev hub0",
+    )?;
+    let agent = Agent::new(&bench.lab, &bench.lb, &Bench::configuration("datapath: { mode: native }"))?;
+    let (code, text) = refused(&bench, &agent)?;
+    ensure!(code == Some(1) && text.contains("hub0") && text.contains("generic"), "{code:?}: {text}");
+    for interface in INTERFACES {
+        ensure!(attached(&bench.lb, interface)?.is_none(), "half attached: {interface}");
+    }
+    agent.configure(&Bench::configuration("datapath: { mode: auto }"))?;
+    agent.start(&bench.lab)?;
+    assert_attached(&bench.lb, "generic")?;
+    lab::wait_until(Duration::from_secs(10), "the VIP answers", || Ok(lab::get(&bench.near, TARGET, false).is_ok()))?;
+    ensure!(lab::load(&bench.near, TARGET, false, 100)?.failed == 0, "connections fail");
+    let status = agent.lbctl_raw(&["status", "--check"])?;
+    let text = String::from_utf8_lossy(&status.stdout).into_owned();
+    ensure!(status.status.code() == Some(1), "status --check: {:?}", status.status);
+    ensure!(text.contains("ten0: generic XDP mode, because hub0"), "{text}");
+    // It stays so.
+    agent.stop()?;
+    agent.start(&bench.lab)?;
+    assert_attached(&bench.lb, "generic")
 }
 
 /// An MTU that the driver's XDP cannot take: `native` refuses with names and numbers, `auto` falls back and says so.
@@ -367,6 +407,12 @@ fn a51_a_flapping_backend_keeps_its_sessions() -> Result<()> {
         ensure!(report.failed == 0 && !report.servers.contains_key("n2"), "round {round}, n2 down: {report:?}");
         let backends = agent.lbctl(&["backends"])?;
         ensure!(backends.lines().any(|line| line.contains("10.0.0.12") && line.contains("down")), "{backends}");
+        let listed = agent.lbctl_json(&["backends"])?;
+        let held = listed.as_array().into_iter().flatten().find(|backend| {
+            backend["tenant"] == "a" && backend["backend"] == "10.0.0.12:30918" && backend["state"] == "down"
+        });
+        let held = held.and_then(|backend| backend["flows"].as_u64());
+        ensure!(held.is_some_and(|held| held > 20), "round {round}: n2 is down with {held:?} sessions: {listed}");
         std::thread::sleep(Duration::from_secs(pause - 3));
         probes[1] = Peer::serve(&bench.lab, &bench.nodes[1], "n2", &[Listener::plain("10.0.0.12", 31999)])?;
         lab::wait_until(Duration::from_secs(10), "n2 serves again", || {
@@ -466,6 +512,58 @@ fn a58_a_start_in_the_other_mode() -> Result<()> {
     lab::wait_until(Duration::from_secs(10), "the VIP answers", || Ok(lab::get(&bench.near, TARGET, false).is_ok()))
 }
 
+/// All pins are gone, the program is left: it is recognised, and gives way to the mode that is asked for now.
+#[test]
+#[ignore = "needs root"]
+fn a58_a_left_over_without_pins() -> Result<()> {
+    let (bench, _servers, agent) = running("a58b", "datapath: { mode: generic }")?;
+    agent.kill();
+    // A program stays without its pin only where netlink holds it.
+    bench.lb.shell(
+        "for name in ten0 ten1 hub0; do
+            rm /sys/fs/bpf/lbd/links/$name
+            ip link set dev $name xdpgeneric pinned /sys/fs/bpf/lbd/v1/edge-$name-*
+        done
+        rm -r /sys/fs/bpf/lbd",
+    )?;
+    assert_attached(&bench.lb, "generic")?;
+    agent.configure(&Bench::configuration("datapath: { mode: native }"))?;
+    agent.start(&bench.lab)?;
+    assert_attached(&bench.lb, "native")?;
+    ensure!(agent.lbctl(&["status"])?.contains("native"), "status does not show the mode");
+    lab::wait_until(Duration::from_secs(10), "the VIP answers", || Ok(lab::get(&bench.near, TARGET, false).is_ok()))?;
+    // And `detach` takes what has no pin.
+    agent.kill();
+    bench
+        .lb
+        .shell("rm /sys/fs/bpf/lbd/links/ten0; ip link set dev ten0 xdpdrv pinned /sys/fs/bpf/lbd/v1/edge-ten0-*")?;
+    let output = agent.lbd(&["detach"])?;
+    ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert_detached(&bench.lb)
+}
+
+/// Pins of another map ABI are named with the remedy, and keep forwarding.
+#[test]
+#[ignore = "needs root"]
+fn pins_of_another_abi_are_named_and_left_alone() -> Result<()> {
+    let (bench, _servers, agent) = running("abi", "")?;
+    agent.kill();
+    bench.lb.shell("mv /sys/fs/bpf/lbd/v1 /sys/fs/bpf/lbd/v7")?;
+    let (code, text) = refused(&bench, &agent)?;
+    ensure!(code == Some(1) && text.contains("/lbd/v7") && text.contains("ABI 7"), "{code:?}: {text}");
+    ensure!(text.contains("lbd detach"), "no remedy: {text}");
+    for words in [&["check"][..], &["lbctl", "flows"]] {
+        let output = agent.lbd(words)?;
+        let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.code() == Some(1) && said.contains("ABI 7"), "{words:?}: {output:?}");
+    }
+    assert_attached(&bench.lb, "native")?;
+    ensure!(lab::load(&bench.near, TARGET, false, 50)?.failed == 0, "the VIP does not answer any more");
+    let output = agent.lbd(&["detach"])?;
+    ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert_detached(&bench.lb)
+}
+
 /// A bad file changes nothing and says where; the good one clears the alarm.
 #[test]
 #[ignore = "needs root"]
@@ -478,9 +576,25 @@ fn b17_a_bad_configuration_on_reload() -> Result<()> {
         ("unknown key", good.replace("pools:", "pool:")),
         ("VIP outside the segment", good.replace("vip: 192.0.2.34", "vip: 203.0.113.34")),
         ("half a file", good[..good.len() / 2].to_owned()),
+        ("an empty file", String::new()),
     ];
+    let stale = |wanted: &str| -> Result<()> {
+        let metrics = bench.lb.run(|| {
+            let mut stream = std::net::TcpStream::connect("127.0.0.1:9474")?;
+            stream.write_all(b"GET /metrics HTTP/1.0\r\nHost: lbd\r\n\r\n")?;
+            let mut text = String::new();
+            stream.read_to_string(&mut text)?;
+            Ok(text)
+        })?;
+        let line = metrics.lines().find(|line| line.starts_with("lbd_config_stale ")).unwrap_or("none");
+        ensure!(line.ends_with(wanted), "lbd_config_stale: {line}, wanted {wanted}");
+        Ok(())
+    };
     for (name, text) in bad {
         agent.configure(&text)?;
+        if text.is_empty() {
+            std::fs::write(agent.config(), "")?;
+        }
         let output = agent.lbctl_raw(&["reload"])?;
         let said = String::from_utf8_lossy(&output.stderr).into_owned() + &String::from_utf8_lossy(&output.stdout);
         ensure!(output.status.code() == Some(2), "{name}: {:?}: {said}", output.status);
@@ -489,12 +603,19 @@ fn b17_a_bad_configuration_on_reload() -> Result<()> {
         let status = agent.lbctl_raw(&["status", "--check"])?;
         ensure!(status.status.code() == Some(1), "{name}: status --check says {:?}", status.status);
     }
-    // As a ConfigMap is written: beside, then renamed over.
-    agent.configure(&good)?;
-    let beside = agent.config().with_extension("new");
-    std::fs::rename(agent.config(), &beside)?;
-    std::fs::rename(&beside, agent.config())?;
-    agent.lbctl(&["reload"])?;
+    stale("1.0")?;
+    // As a ConfigMap is mounted: a link that is swapped for another one; first to a bad file, then to the good one.
+    for (name, text, code) in [("bad", good.replace("pools:", "pool:"), 2), ("good", good.clone(), 0)] {
+        agent.configure(&text)?;
+        let (target, link) = (agent.config().with_extension(name), agent.config().with_extension("link"));
+        std::fs::rename(agent.config(), &target)?;
+        std::os::unix::fs::symlink(&target, &link)?;
+        std::fs::rename(&link, agent.config())?;
+        let output = agent.lbctl_raw(&["reload"])?;
+        ensure!(output.status.code() == Some(code), "link to the {name} file: {output:?}");
+        stale(if code == 0 { "0.0" } else { "1.0" })?;
+    }
+    std::fs::remove_file(agent.config())?;
     let status = agent.lbctl_raw(&["status", "--check"])?;
     ensure!(status.status.success(), "the alarm stays: {}", String::from_utf8_lossy(&status.stdout));
     // A start with a bad file refuses and leaves the datapath as it is.

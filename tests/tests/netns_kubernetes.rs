@@ -4,6 +4,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use anyhow::{Context as _, Result, ensure};
 use lbd_tests::apiserver;
 use lbd_tests::lab::{self, Agent, Api, Hold, Listener, Peer, Seed, Ticker};
+use serde_json::json;
 
 const NAMESPACE: &str = "clusters-tenant-a";
 const SERVICE: &str = "kube-apiserver";
@@ -133,6 +134,101 @@ fn a52_a_deleted_node_resets_its_flows() -> Result<()> {
     ensure!(on_node > 5 && report.reset == on_node && report.lost == 0, "clients of n6 were not told: {report:?}");
     ensure!(report.lost_servers.keys().all(|server| server == "n6"), "{report:?}");
     Ok(())
+}
+
+/// A node without power whose object stays, NotReady: its flows are kept as configured, and the operator ends them with one command.
+#[test]
+#[ignore = "needs root"]
+fn a52_a_node_without_power_is_given_up_by_one_command() -> Result<()> {
+    let site = Site::new("a52b")?;
+    let _servers = site.serve(30918)?;
+    site.create(30918)?;
+    site.seed.wait_served(TARGET, false, Duration::from_secs(10))?;
+    let hold = Hold::start(&site.seed.lab, &site.seed.client, TARGET, false, 80, 10)?;
+    site.seed.nodes[1].ip("link set eth0 down")?;
+    let not_ready = json!({ "status": { "conditions": [{ "type": "Ready", "status": "Unknown" }] } });
+    site.api.patch("Node", "", "n6", &not_ready)?;
+    std::thread::sleep(Duration::from_secs(5));
+    let words = ["flows", "--backend", "10.32.96.106", "--state", "established"];
+    let kept = site.agent.lbctl_json(&words)?.as_array().map_or(0, Vec::len);
+    ensure!(kept > 5, "{kept} flows of the node are left: `on_down: keep` is the default");
+    let report = lab::load(&site.seed.far, TARGET, false, 100)?;
+    ensure!(report.failed == 0 && !report.servers.contains_key("n6"), "{report:?}");
+    let given_up = Seed::kubernetes_configuration(site.api.kubeconfig()) + "\ndefaults: { on_down: reset }\n";
+    site.agent.configure(&given_up)?;
+    site.agent.lbctl(&["reload", "--accept-loss"])?;
+    lab::wait_until(Duration::from_secs(5), "no flow of the node is left", || {
+        Ok(site.agent.lbctl_json(&words)?.as_array().is_some_and(Vec::is_empty))
+    })?;
+    let report = hold.finish()?;
+    let on_node = report.servers.get("n6").copied().unwrap_or_default();
+    ensure!(on_node > 5 && report.reset == on_node && report.lost == 0, "clients of n6 were not told: {report:?}");
+    ensure!(report.lost_servers.keys().all(|server| server == "n6"), "{report:?}");
+    Ok(())
+}
+
+/// A Service with one NodePort and one port without: the first serves, the second refuses and is never port 0; both are told.
+#[test]
+#[ignore = "needs root"]
+fn b50_a_port_without_node_port() -> Result<()> {
+    let site = Site::new("b50")?;
+    let _servers = site.serve(31555)?;
+    let mut service = apiserver::service(NAMESPACE, "no-nodeports", "LoadBalancer", &[(6443, 31555), (8444, 0)]);
+    service["spec"]["allocateLoadBalancerNodePorts"] = json!(false);
+    site.api.create(&service)?;
+    let address = site.api.wait_address(NAMESPACE, "no-nodeports", Duration::from_secs(5))?;
+    site.seed.wait_served(&format!("{address}:6443"), false, Duration::from_secs(10))?;
+    let report = lab::load(&site.seed.client, &format!("{address}:8444"), false, 3)?;
+    ensure!(report.errors.get("connection refused") == Some(&3), "{report:?}");
+    let services = site.agent.lbctl_json(&["services"])?;
+    let state = |vip: &str| {
+        let found = services.as_array().into_iter().flatten().find(|service| service["vip"] == vip);
+        found.map(|service| service["state"].clone())
+    };
+    ensure!(state(&format!("{address}:6443")) == Some(json!("serving")), "{services}");
+    ensure!(state(&format!("{address}:8444")) == Some(json!("pending")), "{services}");
+    let backends = site.agent.lbctl(&["backends"])?;
+    ensure!(!backends.split_whitespace().any(|word| word.ends_with(":0")), "{backends}");
+    let found = lab::eventually(Duration::from_secs(5), "the condition is written", || {
+        let service = site.api.get("Service", NAMESPACE, "no-nodeports")?;
+        Ok(service.pointer("/status/conditions/0").cloned())
+    })?;
+    ensure!(found["status"] == "False" && found["reason"] == "NodePortMissing", "{found}");
+    Ok(())
+}
+
+/// Services that are not lbd's, and those that it must not open to everybody.
+#[test]
+#[ignore = "needs root"]
+fn services_that_are_not_served() -> Result<()> {
+    let site = Site::new("refused")?;
+    let _servers = site.serve(30918)?;
+    let mut ranges = apiserver::service(NAMESPACE, SERVICE, "LoadBalancer", &[(6443, 30918)]);
+    ranges["spec"]["loadBalancerSourceRanges"] = json!(["203.0.113.0/24"]);
+    let mut foreign = apiserver::service(NAMESPACE, "other-lb", "LoadBalancer", &[(6443, 31902)]);
+    foreign["spec"]["loadBalancerClass"] = json!("loxilb.io/loxilb");
+    let internal = apiserver::service(NAMESPACE, "internal", "NodePort", &[(6443, 30213)]);
+    for service in [&ranges, &foreign, &internal] {
+        site.api.create(service)?;
+    }
+    let condition = lab::eventually(Duration::from_secs(5), "the reason is in the status", || {
+        Ok(site.api.get("Service", NAMESPACE, SERVICE)?.pointer("/status/conditions/0").cloned())
+    })?;
+    ensure!(condition["status"] == "False" && condition["reason"] == "SourceRangesUnsupported", "{condition}");
+    std::thread::sleep(Duration::from_secs(1));
+    for name in [SERVICE, "other-lb", "internal"] {
+        let service = site.api.get("Service", NAMESPACE, name)?;
+        ensure!(service.pointer("/status/loadBalancer/ingress/0").is_none(), "{name} has an address: {service}");
+        ensure!(service.pointer("/metadata/finalizers").is_none(), "{service}");
+        ensure!(
+            name == SERVICE || service.pointer("/status/conditions/0").is_none(),
+            "{name} was written to: {service}"
+        );
+    }
+    // With the ranges gone it is opened.
+    let open = json!({ "spec": { "loadBalancerSourceRanges": null } });
+    site.api.patch("Service", NAMESPACE, SERVICE, &open)?;
+    site.seed.wait_served(TARGET, false, Duration::from_secs(10))
 }
 
 /// A deleted Service takes its flows and its address with it.

@@ -141,6 +141,13 @@ fn annotations(config: &Config) -> BTreeSet<String> {
 fn desired<M: Maps>(core: &Core<M>, inventory: &Inventory) -> BTreeMap<ObjectName, DesiredStatus> {
     let programmed: BTreeSet<&ObjectName> =
         core.plan.frontends.values().filter_map(|frontend| frontend.service.as_ref()).collect();
+    let portless: BTreeSet<&ObjectName> = core
+        .plan
+        .frontends
+        .values()
+        .filter(|frontend| frontend.target_port == 0)
+        .filter_map(|frontend| frontend.service.as_ref())
+        .collect();
     let notices = core.notices_by_service();
     let mut all = BTreeMap::new();
     for (name, assignment) in core.assignments.services.iter().filter(|(_, assignment)| assignment.claimed) {
@@ -165,6 +172,13 @@ fn desired<M: Maps>(core: &Core<M>, inventory: &Inventory) -> BTreeMap<ObjectNam
                 status: Some(false),
                 reason: "ApplyFailed".to_owned(),
                 message: "the datapath could not be changed yet".to_owned(),
+                since: 0,
+            }
+        } else if portless.contains(name) {
+            Condition {
+                status: Some(false),
+                reason: "NodePortMissing".to_owned(),
+                message: "a port has no NodePort: clients of it are refused".to_owned(),
                 since: 0,
             }
         } else if programmed.contains(name) {

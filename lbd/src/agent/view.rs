@@ -202,6 +202,11 @@ fn counts(backend: &FrontendBackend) -> bool {
     backend.probed && backend.weight > 0
 }
 
+/// The backends of a frontend whose port is known: none of a Service's port without NodePort.
+fn reachable(frontend: &FrontendPlan) -> impl Iterator<Item = &FrontendBackend> {
+    frontend.backends.iter().filter(|backend| frontend.port_of(backend) != 0)
+}
+
 /// How many backends of a frontend there are, are up, are down, and serve.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Tally {
@@ -214,7 +219,7 @@ pub(crate) struct Tally {
 impl Tally {
     pub(crate) fn of(frontend: &FrontendPlan, health: &Health) -> Self {
         let mut tally = Self::default();
-        for backend in frontend.backends.iter() {
+        for backend in reachable(frontend) {
             tally.serving += u32::from(backend.serving && frontend.table.is_some());
             if counts(backend) {
                 tally.all += 1;
@@ -272,7 +277,7 @@ pub(crate) fn backends(plan: &Plan, health: &Health, now: i64) -> Vec<Backend> {
     let mut all = Vec::new();
     for (address, frontend) in &plan.frontends {
         let (tenant, service, vip) = (tenant(plan, frontend), label(frontend), vip(address));
-        for backend in frontend.backends.iter() {
+        for backend in reachable(frontend) {
             let known = frontend.health_of(backend, health);
             let cause = if !backend.probed {
                 if known.cause.is_empty() { "excluded".to_owned() } else { known.cause }

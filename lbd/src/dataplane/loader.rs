@@ -411,6 +411,14 @@ impl Loader {
         Ok(Nic { interface: interface.to_owned(), index, slot, mode, program_id, warning, new })
     }
 
+    /// Attaches in generic mode, whatever the configuration prefers.
+    pub(super) fn attach_generic(&mut self, loaded: &Loaded) -> Result<Nic, DataplaneError> {
+        let wanted = std::mem::replace(&mut self.mode, XdpMode::Generic);
+        let nic = self.attach(loaded);
+        self.mode = wanted;
+        nic
+    }
+
     fn details(&mut self, interface: &str, index: u32) -> Result<LinkDetails, DataplaneError> {
         self.client.link(index).map_err(DataplaneError::system(format!("cannot ask for the state of {interface}")))
     }

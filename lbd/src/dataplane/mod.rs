@@ -236,6 +236,12 @@ impl Dataplane {
                 }
             }
         }
+        if let Err(error) = one_mode(loader, &loaded, &mut nics) {
+            for nic in nics.iter().filter(|nic| nic.new) {
+                loader.undo(nic);
+            }
+            return Err(error);
+        }
         engine.nics = nics.into_iter().map(|nic| (nic.interface.clone(), nic)).collect();
         Ok((engine, settings))
     }
@@ -473,6 +479,23 @@ pub fn detach(bpffs: &Path) -> Result<Detached, DataplaneError> {
         }
     }
     Ok(Detached { interfaces, maps, neighbours: released })
+}
+
+/// Where one interface has only generic mode, all get it: a driver with a program sends nothing to an interface without one.
+fn one_mode(loader: &mut Loader, loaded: &[Loaded], nics: &mut [Nic]) -> Result<(), DataplaneError> {
+    let Some(cause) = nics.iter().find(|nic| nic.mode == Mode::Generic).map(|nic| nic.interface.clone()) else {
+        return Ok(());
+    };
+    for (nic, program) in nics.iter_mut().zip(loaded).filter(|(nic, _)| nic.mode == Mode::Native) {
+        let warning = format!(
+            "{}: generic XDP mode, because {cause} has it: packets that a driver redirects to an interface in generic mode get lost",
+            nic.interface
+        );
+        tracing::warn!("{warning}");
+        let generic = loader.attach_generic(program)?;
+        *nic = Nic { new: nic.new, warning: Some(warning), ..generic };
+    }
+    Ok(())
 }
 
 /// The host's interfaces now; needs no privileges.

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
 
+use super::Mode;
 use super::arp::{self, Heard};
 use super::bpf;
 use super::claims::{Action, Place};
@@ -221,7 +222,12 @@ fn attach_again(shared: &Shared, attempts: &mut BTreeMap<String, Instant>) {
         }
         attempts.insert(interface.clone(), now);
         let mut loader = shared.loader.lock().unwrap_or_else(PoisonError::into_inner);
-        match loader.prepare(&interface, slot).and_then(|loaded| loader.attach(&loaded)) {
+        // All in one mode, as at the start.
+        let generic = engine.nics.values().any(|nic| nic.interface != interface && nic.mode == Mode::Generic);
+        let attached = loader
+            .prepare(&interface, slot)
+            .and_then(|loaded| if generic { loader.attach_generic(&loaded) } else { loader.attach(&loaded) });
+        match attached {
             Ok(nic) => {
                 tracing::warn!("{interface} was made anew: attached again");
                 engine.nics.insert(interface, nic);
