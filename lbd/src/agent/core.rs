@@ -294,14 +294,25 @@ impl<M: Maps> Core<M> {
 
     /// Notices by Service: what Events and conditions are made of.
     pub(crate) fn notices_by_service(&self) -> BTreeMap<&crate::source::ObjectName, &Notice> {
-        let mut all = BTreeMap::new();
+        let mut all: BTreeMap<_, &Notice> = BTreeMap::new();
         for notice in self.events.lasting() {
             if let Some(service) = &notice.service {
-                all.entry(service).or_insert(notice);
+                let known = all.entry(service).or_insert(notice);
+                if !leaves_out(known) && leaves_out(notice) {
+                    *known = notice;
+                }
             }
         }
         all
     }
+}
+
+/// Whether a notice says that something of a Service is not in the datapath.
+pub(crate) fn leaves_out(notice: &Notice) -> bool {
+    matches!(
+        notice.reason,
+        "NodePortMissing" | "PortClash" | "PortInvalid" | "ProtocolUnsupported" | "TooManyFrontends" | "UdpUnsupported"
+    )
 }
 
 #[cfg(test)]

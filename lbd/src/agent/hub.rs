@@ -6,7 +6,7 @@ use std::sync::Arc;
 use jiff::Timestamp;
 use tokio::sync::watch;
 
-use super::core::{Core, Inputs, Maps};
+use super::core::{Core, Inputs, Maps, leaves_out};
 use crate::api::types::SourceStatus;
 use crate::config::Config;
 use crate::plan::model::Notice;
@@ -141,13 +141,6 @@ fn annotations(config: &Config) -> BTreeSet<String> {
 fn desired<M: Maps>(core: &Core<M>, inventory: &Inventory) -> BTreeMap<ObjectName, DesiredStatus> {
     let programmed: BTreeSet<&ObjectName> =
         core.plan.frontends.values().filter_map(|frontend| frontend.service.as_ref()).collect();
-    let portless: BTreeSet<&ObjectName> = core
-        .plan
-        .frontends
-        .values()
-        .filter(|frontend| frontend.target_port == 0)
-        .filter_map(|frontend| frontend.service.as_ref())
-        .collect();
     let notices = core.notices_by_service();
     let mut all = BTreeMap::new();
     for (name, assignment) in core.assignments.services.iter().filter(|(_, assignment)| assignment.claimed) {
@@ -174,13 +167,8 @@ fn desired<M: Maps>(core: &Core<M>, inventory: &Inventory) -> BTreeMap<ObjectNam
                 message: "the datapath could not be changed yet".to_owned(),
                 since: 0,
             }
-        } else if portless.contains(name) {
-            Condition {
-                status: Some(false),
-                reason: "NodePortMissing".to_owned(),
-                message: "a port has no NodePort: clients of it are refused".to_owned(),
-                since: 0,
-            }
+        } else if notice.is_some_and(|notice| leaves_out(notice)) {
+            no("NotServed", "not all of it is served")
         } else if programmed.contains(name) {
             Condition {
                 status: Some(true),

@@ -233,6 +233,10 @@ impl Cuts {
             }
         }
         for reset in new.resets.difference(&old.resets) {
+            cuts.resets.push(reset.clone());
+            if matches!(reset, Reset::Frontend(id) if cuts.frontends.contains(id)) {
+                continue;
+            }
             cuts.names.push(match reset {
                 Reset::Frontend(id) | Reset::Backend { frontend: id, .. } => {
                     let named = old.frontends.values().find(|frontend| frontend.id == *id);
@@ -241,7 +245,6 @@ impl Cuts {
                 Reset::Address(_, address) => format!("backend {address}"),
                 Reset::Target { port, .. } => format!("backend port {port}"),
             });
-            cuts.resets.push(reset.clone());
         }
         cuts.names.sort();
         cuts.names.dedup();
@@ -375,7 +378,9 @@ mod tests {
         with(&bench, &CONFIG.replace("ports: [443]", "ports: [80]"));
         let reply = reload(&mut bench, ReloadRequest::default());
         assert_eq!((reply.outcome.as_str(), reply.flows_cut), (reload_outcome::LOSS, 2), "{reply:?}");
-        assert!(reply.error.unwrap().contains("--accept-loss"));
+        let error = reply.error.unwrap();
+        // Each once.
+        assert!(error.contains("would be cut: web at 192.0.2.34:443; ") && error.contains("--accept-loss"), "{error}");
         assert_eq!(
             reply.changes,
             ["- frontend web 192.0.2.34:443/TCP of tenant a", "+ frontend web 192.0.2.34:80/TCP of tenant a"]

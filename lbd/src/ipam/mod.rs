@@ -26,6 +26,8 @@ use crate::source::{Inventory, ObjectName};
 pub const CLASS: &str = "lbd.tenantedge.io/edge";
 /// Annotation with a requested address.
 pub const VIP_ANNOTATION: &str = "lbd.tenantedge.io/vip";
+/// The annotation by which Services ask for one address together.
+const SHARED_KEY_ANNOTATION: &str = "lbd.tenantedge.io/shared-key";
 /// Label of Services that a guest cluster made: what they ask for is not believed.
 pub const GUEST_LABEL: &str = "cluster.x-k8s.io/tenant-service-name";
 /// How long a freed address is kept for the Service that had it, in seconds.
@@ -131,6 +133,7 @@ impl Ipam {
             run.honour(&by_age);
             run.requests(&by_age);
             run.allocate(&by_age);
+            run.sharing(&by_age);
         }
         run.finish(&wanted, &mut self.record)
     }
@@ -290,6 +293,21 @@ impl<'a> Run<'a> {
                 Err(reason) => {
                     self.refuse_request(name, wanted, &format!("the address {request} was asked for, but {reason}"));
                 }
+            }
+        }
+    }
+
+    /// Says of Services that want to share an address that they do not.
+    fn sharing(&mut self, by_age: &ByAge<'a, '_>) {
+        for (name, wanted) in by_age {
+            let asks = wanted
+                .service
+                .is_some_and(|service| !service.terminating && service.annotations.contains_key(SHARED_KEY_ANNOTATION));
+            if asks {
+                let message = format!(
+                    "{SHARED_KEY_ANNOTATION}: addresses shared by several Services are not supported yet: this one has its own or none"
+                );
+                self.notice("SharingUnsupported", name, wanted, message);
             }
         }
     }

@@ -333,6 +333,21 @@ fn nothing_is_given_out_or_freed_before_the_list_is_complete() {
 }
 
 #[test]
+fn a_service_that_wants_to_share_an_address_is_told_that_it_does_not() {
+    let mut world = World::new();
+    for (name, uid) in [("clusters-tenant-a/a", "1"), ("clusters-tenant-a/b", "2")] {
+        let service = world.add(name, uid);
+        service.annotations.insert(SHARED_KEY_ANNOTATION.to_owned(), "x".to_owned());
+        service.annotations.insert(VIP_ANNOTATION.to_owned(), "192.168.203.115".to_owned());
+    }
+    let assignments = world.assign();
+    assert!(address(&assignments, "clusters-tenant-a/a").is_some());
+    assert_eq!(address(&assignments, "clusters-tenant-a/b"), None);
+    let told = assignments.notices.iter().filter(|notice| notice.reason == "SharingUnsupported").count();
+    assert_eq!(told, 2, "{:?}", assignments.notices);
+}
+
+#[test]
 fn a_requested_address_is_honoured_inside_the_pool_only() {
     let mut world = World::new();
     world.config.address_annotations = vec!["metallb.io/loadBalancerIPs".to_owned()];
