@@ -669,3 +669,17 @@ fn an_attachment_that_was_taken_away_is_not_called_attached() -> Result<()> {
     ensure!(dataplane.attached().is_empty());
     Ok(())
 }
+
+#[test]
+#[ignore = "needs root"]
+fn b59_a_second_agent_on_the_same_pins_is_refused_whatever_its_state_directory() -> Result<()> {
+    let bench = Bench::new()?;
+    let first = bench.start("auto")?;
+    let mut config = bench.config("auto", 4096)?;
+    config.state_dir = bench.directory.path().join("other");
+    let error = refused(Dataplane::start(&config, OBJECT))?;
+    ensure!(error.contains("another lbd agent uses the datapath"), "{error}");
+    drop(first);
+    drop(Dataplane::start(&config, OBJECT)?);
+    Ok(())
+}

@@ -8,6 +8,12 @@ use thiserror::Error;
 /// An error of the data plane. Every message names the object, what was wanted and what to do.
 #[derive(Debug, Error)]
 pub enum DataplaneError {
+    /// Another agent has the pins.
+    #[error("another lbd agent uses the datapath pinned in {}: stop it first, or give this one its own datapath.bpffs", bpffs.display())]
+    Busy {
+        /// The BPF file system.
+        bpffs: PathBuf,
+    },
     /// The binary carries no BPF object.
     #[error("this lbd was built without its datapath: run `cargo xtask build`, then build lbd again")]
     NoObject,

@@ -12,6 +12,8 @@ use aya::programs::links::FdLink;
 use aya::programs::{ProgramError, TracePoint, Xdp};
 use aya::{Ebpf, EbpfLoader};
 use lbd_common::abi::{self, names};
+use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg};
 
 use super::bpf::{self, MapInfo};
 use super::netlink::{Client, LinkDetails};
@@ -282,6 +284,18 @@ pub(super) struct Loader {
     mode: XdpMode,
     sizes: [(&'static str, u32); 2],
     client: Client,
+    /// One agent for these pins, wherever its state is.
+    lock: Option<Flock<fs::File>>,
+}
+
+/// Takes the BPF file system for this process; the lock ends with it.
+fn lock(bpffs: &Path) -> Result<Flock<fs::File>, DataplaneError> {
+    let failed = || DataplaneError::system(format!("cannot lock {}", bpffs.display()));
+    let directory = fs::File::open(bpffs).map_err(failed())?;
+    Flock::lock(directory, FlockArg::LockExclusiveNonblock).map_err(|(_, error)| match error {
+        Errno::EWOULDBLOCK => DataplaneError::Busy { bpffs: bpffs.to_owned() },
+        error => failed()(error.into()),
+    })
 }
 
 impl Loader {
@@ -306,7 +320,21 @@ impl Loader {
             }
         }
         let client = Client::new().map_err(DataplaneError::system("cannot open a netlink socket"))?;
-        Ok(Self { paths, object: object.to_vec(), shapes, mode: config.datapath.mode, sizes: sizes(config), client })
+        Ok(Self {
+            paths,
+            object: object.to_vec(),
+            shapes,
+            mode: config.datapath.mode,
+            sizes: sizes(config),
+            client,
+            lock: None,
+        })
+    }
+
+    /// Takes the pins for this process.
+    pub(super) fn lock(&mut self, bpffs: &Path) -> Result<(), DataplaneError> {
+        self.lock = Some(lock(bpffs)?);
+        Ok(())
     }
 
     /// Makes the directories and the maps that are not there yet.

@@ -155,6 +155,7 @@ impl Dataplane {
             }
         }
         let mut loader = Loader::new(config, object)?;
+        loader.lock(&config.datapath.bpffs)?;
         let interfaces = interfaces(config);
         for interface in &interfaces {
             loader.check(interface)?;
