@@ -585,7 +585,7 @@ abi_struct! {
         pub new_flows: u64,
         /// Second that `new_flows` counts.
         pub window: u64,
-        /// Connections ever accepted.
+        /// Kept for connections ever accepted; not written, as frontends count them.
         pub total: u64,
     }
     size 32 align 8 offsets { flows: 0, new_flows: 8, window: 16, total: 24 }

@@ -160,3 +160,12 @@ fn a_missing_interface_is_one_message_with_its_place() {
         assert!(lines.len() == 1 && lines[0].contains(&format!("{path}{place}")), "{text}");
     }
 }
+
+/// A path that is no BPF file system is named, and nothing is detached for it.
+#[test]
+fn detach_from_a_place_that_is_no_bpffs() {
+    let directory = tempfile::tempdir().unwrap();
+    let output = lbd(&["detach", "--bpffs", &directory.path().display().to_string()]);
+    assert_eq!(code(&output), 1, "{output:?}");
+    assert!(stderr(&output).contains("is not a BPF file system"), "{output:?}");
+}

@@ -184,8 +184,6 @@ fn datapath(encoder: &mut DescriptorEncoder<'_>, view: &View, pins: &Pins) -> fm
         gauge(encoder, "flows", "Live flows", None, used)?;
         let limits = tenants.iter().map(|(&id, (limit, _))| (vec![("tenant", tenant(id))], f64::from(limit.max_flows)));
         gauge(encoder, "flows_limit", "Live flows that the tenant may have, 0 = no limit", None, limits)?;
-        let total = tenants.iter().map(|(&id, (_, used))| (vec![("tenant", tenant(id))], used.total));
-        counter(encoder, "flows_accepted", "Connections accepted", None, total)?;
     }
     if let Ok(reasons) = pins.reasons() {
         let values = reasons.iter().filter_map(|(&(id, number), &count)| {

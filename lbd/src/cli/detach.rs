@@ -3,7 +3,7 @@
 use std::fmt::Write;
 use std::path::Path;
 
-use super::{FAILED, USAGE, complain, say};
+use super::{DONE, FAILED, USAGE, complain, say};
 use crate::lbctl::Place;
 
 /// Removes everything of lbd's from the kernel.
@@ -15,6 +15,15 @@ pub(super) fn run(config: Option<&Path>, bpffs: Option<&Path>) -> u8 {
         },
         None => bpffs.map_or_else(|| Place::default().bpffs, Path::to_path_buf),
     };
+    // Whoever names a place means the datapath there, and not whatever is on the interfaces.
+    if (config.is_some() || bpffs.is_some())
+        && let Err(error) = crate::dataplane::check_bpffs(&place)
+    {
+        return complain(&error.to_string(), FAILED);
+    }
+    if crate::dataplane::is_busy(&place) {
+        complain("an agent is running: stop it, or nothing is served until it is restarted", DONE);
+    }
     match crate::dataplane::detach(&place) {
         Ok(detached) if detached.is_empty() => say("nothing to detach\n"),
         Ok(detached) => {

@@ -58,7 +58,7 @@ impl Paths {
         self.links.join(pin_name(interface))
     }
 
-    fn check_bpffs(&self) -> Result<(), DataplaneError> {
+    pub(super) fn check_bpffs(&self) -> Result<(), DataplaneError> {
         bpf::is_bpffs(&self.bpffs).map_err(|found| DataplaneError::NoBpffs { path: self.bpffs.clone(), found })
     }
 
@@ -296,6 +296,11 @@ fn lock(bpffs: &Path) -> Result<Flock<fs::File>, DataplaneError> {
         Errno::EWOULDBLOCK => DataplaneError::Busy { bpffs: bpffs.to_owned() },
         error => failed()(error.into()),
     })
+}
+
+/// Whether an agent has the BPF file system.
+pub(super) fn is_busy(bpffs: &Path) -> bool {
+    matches!(lock(bpffs), Err(DataplaneError::Busy { .. }))
 }
 
 impl Loader {

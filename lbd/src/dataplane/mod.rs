@@ -499,6 +499,16 @@ fn one_mode(loader: &mut Loader, loaded: &[Loaded], nics: &mut [Nic]) -> Result<
     Ok(())
 }
 
+/// Whether an agent runs that fills the maps below `bpffs`.
+pub fn is_busy(bpffs: &Path) -> bool {
+    loader::is_busy(bpffs)
+}
+
+/// Whether the path is a BPF file system.
+pub fn check_bpffs(bpffs: &Path) -> Result<(), DataplaneError> {
+    Paths::new(bpffs).check_bpffs()
+}
+
 /// The host's interfaces now; needs no privileges.
 pub fn host_facts() -> Result<HostFacts, DataplaneError> {
     let read = Client::new().and_then(|mut client| client.facts());
