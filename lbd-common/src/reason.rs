@@ -139,8 +139,8 @@ reasons! {
     PromoteRace = 43, "promote_race", Pass;
     /// frontend without any backend, set to `unserved: drop`
     NoBackendQuiet = 44, "no_backend_quiet", Drop;
-    /// SNAT port whose backend sent a SYN-ACK for another connection
-    StaleAnswer = 45, "stale_answer", Drop;
+    /// answer of a backend to an older connection on the same tuple: reset there, as the client would (RFC 9293 §3.10.7.3)
+    StaleAnswer = 45, "stale_answer", Reject;
     /// translated and sent, but not taken by the outgoing interface's driver: see `lbd check`
     RedirectFailed = 46, "redirect_failed", Drop;
 }

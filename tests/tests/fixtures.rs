@@ -701,6 +701,26 @@ fn a_fin_that_is_the_proof_is_followed_like_any_other() -> Result<()> {
 
 #[test]
 #[ignore = "needs root"]
+fn an_old_socket_of_the_backend_is_reset_so_that_the_retransmitted_syn_succeeds() -> Result<()> {
+    let mut datapath = one_node()?;
+    let source = (bench::CLIENT, 40000);
+    let syn = forwarded(&datapath, TENANT_NIC, &client(source, SYN, 1000, 0))?;
+    // The backend still has a connection on this tuple and challenges (RFC 5961 §4).
+    let challenge = Segment { acknowledgement: 777, ..answer(&syn, ACK, 555) };
+    let outcome = send(&datapath, HUB_NIC, &challenge)?;
+    assert_eq!(outcome.action, TX);
+    let reset = Segment::parse(&outcome.frame)?;
+    assert_eq!((reset.flags, reset.sequence, reset.destination), (RST, 777, challenge.source));
+    assert_eq!(datapath.reasons()?, only(Reason::StaleAnswer, 1));
+    let again = forwarded(&datapath, TENANT_NIC, &client(source, SYN, 1000, 0))?;
+    assert_eq!(again.source, syn.source);
+    forwarded(&datapath, HUB_NIC, &answer(&again, SYN | ACK, BACKEND_SEQUENCE))?;
+    forwarded(&datapath, TENANT_NIC, &client(source, ACK, 1001, BACKEND_SEQUENCE + 1))?;
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs root"]
 fn a_marked_flow_is_absent_at_once_and_deleted_after_the_grace() -> Result<()> {
     let mut datapath = one_node()?;
     let source = (bench::CLIENT, 40000);
