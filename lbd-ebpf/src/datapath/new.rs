@@ -90,7 +90,7 @@ pub(crate) fn open(context: &XdpContext) -> Outcome {
             // SAFETY: as above.
             unsafe { (*found.record()).last_seen = now };
             let hop = hop_to_backend(packet, next_hop, frontend)?;
-            return to_backend(context, packet, &to, hop, frontend);
+            return Ok(to_backend(context, packet, &to, hop, frontend));
         }
         // The client has started over, or the way leads elsewhere now.
         found.release(tag::LIVE);
@@ -158,7 +158,7 @@ pub(crate) fn open(context: &XdpContext) -> Outcome {
         state: 0,
     };
     found.publish();
-    to_backend(context, packet, &to, hop, frontend)
+    Ok(to_backend(context, packet, &to, hop, frontend))
 }
 
 /// What a half-open record says of its backend.
@@ -329,7 +329,7 @@ pub(crate) fn prove(context: &XdpContext) -> Outcome {
             found.release(tag::LIVE);
         }
         let hop = hop_to_backend(packet, next_hop, frontend)?;
-        return to_backend(context, packet, &to, hop, frontend);
+        return Ok(to_backend(context, packet, &to, hop, frontend));
     }
     let proven = state & HALF_OPEN_ANSWERED != 0
         && flags & ACK != 0
@@ -348,7 +348,7 @@ pub(crate) fn prove(context: &XdpContext) -> Outcome {
         Ok(false) => count(Reason::PromoteRace, frontend.tenant),
         Err(reason) => return Err(refuse(reason, frontend.tenant)),
     }
-    to_backend(context, packet, &to, hop, frontend)
+    Ok(to_backend(context, packet, &to, hop, frontend))
 }
 
 /// The next hop to a backend, if the packet can go there now.
@@ -367,19 +367,13 @@ fn hop_to_backend(packet: &Packet<'_>, next_hop: u16, frontend: &Frontend) -> Re
 
 /// Rewrites a client's packet as a half-open record says and sends it.
 #[inline(always)]
-fn to_backend(
-    context: &XdpContext,
-    packet: &mut Packet<'_>,
-    to: &Tuple4,
-    hop: &NextHop,
-    frontend: &Frontend,
-) -> Outcome {
+fn to_backend(context: &XdpContext, packet: &mut Packet<'_>, to: &Tuple4, hop: &NextHop, frontend: &Frontend) -> u32 {
     if packet.headers.tcp.flags & SYN != 0 {
         clamp_mss(context, packet, u32::from(hop.mtu));
     }
     count_traffic(frontend.id, false, packet.headers.total_length());
     packet.headers.rewrite(&packet.key.tuple, to);
-    Ok(send(packet.ethernet, hop, mac_pointer(&hop.destination)))
+    send(packet.ethernet, hop, mac_pointer(&hop.destination))
 }
 
 /// Options of a SYN that are looked at before the search for its MSS ends. Hosts send it first, or after padding.
