@@ -245,6 +245,8 @@ fn a_deleted_service_closes() -> Result<()> {
         let flows = site.agent.lbctl_json(&["flows", "--vip", "192.168.203.110", "--state", "established"])?;
         Ok(flows.as_array().is_some_and(Vec::is_empty))
     })?;
+    // Each connection learns it with its next request, ten times a second.
+    std::thread::sleep(Duration::from_secs(1));
     let report = hold.finish()?;
     ensure!(report.reset + report.lost == 10, "connections to a deleted Service live on: {report:?}");
     let report = lab::load(&site.seed.client, TARGET, false, 1)?;
