@@ -4,24 +4,50 @@
 //! everything else is in host order. No enums, bools or implicit padding: a map value may hold any bytes. The size and
 //! the offsets of each struct are asserted below; changing one means a new [`ABI_VERSION`].
 
+use core::fmt::Debug;
 use core::mem::{align_of, offset_of, size_of, zeroed};
-use core::net::{Ipv4Addr, SocketAddrV4};
+use core::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+use bytemuck::{Pod, Zeroable};
 
 /// Version of everything in this module. Part of the pin path, and stored in [`Settings::abi`].
-pub const ABI_VERSION: u32 = 1;
+///
+/// | version | is |
+/// |---|---|
+/// | 1 | TCP over IPv4, untagged |
+/// | 2 | both families, TCP and UDP, VLANs; timeouts by frontend, quotas by tenant |
+pub const ABI_VERSION: u32 = 2;
 
 /// Names of maps and programs, as the kernel and the pins know them (at most 15 characters).
 pub mod names {
-    /// Hash [`super::FlowKey4`] → [`super::Flow4`]: both halves of every proven IPv4 flow.
+    /// Hash [`super::FlowKey4`] → [`super::Flow4`]: both halves of every IPv4 flow.
     pub const FLOWS4: &str = "flows4";
-    /// Queue of [`super::AgeEntry4`]: the clock hand that ages flows without the agent.
+    /// Hash [`super::FlowKey6`] → [`super::Flow6`]: both halves of every IPv6 flow.
+    pub const FLOWS6: &str = "flows6";
+    /// Queue of [`super::AgeEntry4`]: the clock hand that ages IPv4 flows without the agent.
     pub const AGEING4: &str = "ageing4";
-    /// Array of [`super::HalfOpenSet4`]: connections that the client has not proven yet.
+    /// Queue of [`super::AgeEntry6`]: the clock hand that ages IPv6 flows.
+    pub const AGEING6: &str = "ageing6";
+    /// Queue of [`super::AgeEntry4`]: IPv4 flows that are over, to be deleted when no reader can hold them any more.
+    pub const ENDED4: &str = "ended4";
+    /// Queue of [`super::AgeEntry6`]: IPv6 flows that are over.
+    pub const ENDED6: &str = "ended6";
+    /// Array of [`super::HalfOpenSet4`]: IPv4 connections that the client has not proven yet.
     pub const HALF_OPEN4: &str = "half_open4";
-    /// Array of [`super::HintLine`]: where a half-open connection went whose first SNAT port was taken.
+    /// Array of [`super::HalfOpenSet6`]: IPv6 connections that the client has not proven yet.
+    pub const HALF_OPEN6: &str = "half_open6";
+    /// Array of [`super::HintLine`]: where a half-open IPv4 connection went whose first SNAT port was taken.
     pub const HINTS4: &str = "hints4";
+    /// Array of [`super::HintLine`]: the same for IPv6.
+    pub const HINTS6: &str = "hints6";
+    /// Per-CPU array with one [`super::Making4`]: an IPv4 half in the making.
+    pub const MAKING4: &str = "making4";
+    /// Per-CPU array with one [`super::Making6`]: an IPv6 half in the making.
+    pub const MAKING6: &str = "making6";
+    /// Array of [`super::Timeouts`]; index 0 = the defaults.
+    pub const TIMEOUTS: &str = "timeouts";
+    /// Array of [`super::BackendUse`], index = backend id: what backends answer, written by the datapath.
+    pub const BACKEND_USE: &str = "backend_use";
     /// Array of [`super::Segment`], index [`super::segment_index`].
     pub const SEGMENTS: &str = "segments";
     /// Hash [`super::AddressKey`] → [`super::LocalAddress`]: VIPs, SNAT addresses, the host's own, backends and their ports.
@@ -55,11 +81,21 @@ pub mod names {
     /// Program array: the stages off the hot path, index = the `STAGE_*` constants.
     pub const STAGES: &str = "stages";
     /// All maps that the NICs' loads share: all but [`STAGES`], whose programs know their NIC.
-    pub const SHARED: [&str; 19] = [
+    pub const SHARED: [&str; 29] = [
         FLOWS4,
+        FLOWS6,
         AGEING4,
+        AGEING6,
+        ENDED4,
+        ENDED6,
         HALF_OPEN4,
+        HALF_OPEN6,
         HINTS4,
+        HINTS6,
+        MAKING4,
+        MAKING6,
+        TIMEOUTS,
+        BACKEND_USE,
         SEGMENTS,
         ADDRESSES,
         FRONTENDS,
@@ -90,12 +126,16 @@ pub type Mac = [u8; 6];
 /// `bpf_jiffies64` is inlined by the verifier to one load; `bpf_ktime_get_ns` costs as much as a map look-up.
 pub const TICK_SHIFT: u32 = 4;
 
-/// Entries of [`names::HALF_OPEN4`], a power of two: 65,536 half-open connections.
+/// Entries of [`names::HALF_OPEN4`] and [`names::HALF_OPEN6`], a power of two: 65,536 half-open connections each.
 pub const HALF_OPEN_SETS: u32 = 8192;
-/// Entries of [`names::HINTS4`], a power of two.
+/// Entries of [`names::HINTS4`] and [`names::HINTS6`], a power of two.
 pub const HINT_LINES: u32 = 4096;
+/// Entries of [`names::TIMEOUTS`].
+pub const MAX_TIMEOUTS: u32 = 1024;
 /// Entries of [`names::FLOWS4`] and [`names::AGEING4`] by default.
 pub const FLOW_ENTRIES: u32 = flow_entries(262_144);
+/// Entries of [`names::FLOWS6`] and [`names::AGEING6`] by default.
+pub const FLOW_ENTRIES6: u32 = flow_entries(26_214);
 /// Number of VLAN ids per NIC in [`names::SEGMENTS`]; VID 0 is untagged.
 pub const VLANS: u32 = 4096;
 /// NICs that one agent can attach to.
@@ -141,49 +181,200 @@ pub const fn segment_index(nic: u32, vlan: u16) -> u32 {
     nic * VLANS + (vlan as u32 & (VLANS - 1))
 }
 
+mod sealed {
+    /// Only the two families have addresses.
+    pub trait Sealed {}
+    impl Sealed for u32 {}
+    impl Sealed for [u32; 4] {}
+}
+
+/// An IPv4 address as on the wire.
+pub type Address4 = u32;
+/// An IPv6 address as on the wire.
+pub type Address6 = [u32; 4];
+
+/// An address of one family, as on the wire. What is written for both families is generic over it.
+pub trait Address: sealed::Sealed + Pod + Eq + Ord + Debug + Send + Sync {
+    /// As the standard library has it.
+    type Ip: Copy + Into<IpAddr>;
+    /// Whether the family is IPv6.
+    const IS_V6: bool;
+    /// Address of a host type.
+    fn from_ip(ip: Self::Ip) -> Self;
+    /// The host type.
+    fn ip(self) -> Self::Ip;
+    /// Its 32-bit words; IPv4 has one, and zeros.
+    fn quads(self) -> [u32; 4];
+    /// As IPv6 address; IPv4 as an IPv4-mapped one (`::ffff:a.b.c.d`).
+    fn mapped(self) -> [u8; 16];
+    /// From an IPv6 address; IPv4 from its last four bytes.
+    fn unmapped(address: &[u8; 16]) -> Self;
+    /// The address if it is of this family.
+    fn from_any(ip: IpAddr) -> Option<Self>;
+}
+
+impl Address for Address4 {
+    type Ip = Ipv4Addr;
+    const IS_V6: bool = false;
+
+    #[inline(always)]
+    fn from_ip(ip: Ipv4Addr) -> Self {
+        Self::from_ne_bytes(ip.octets())
+    }
+
+    #[inline(always)]
+    fn ip(self) -> Ipv4Addr {
+        Ipv4Addr::from(self.to_ne_bytes())
+    }
+
+    #[inline(always)]
+    fn quads(self) -> [u32; 4] {
+        [self, 0, 0, 0]
+    }
+
+    #[inline(always)]
+    fn mapped(self) -> [u8; 16] {
+        mapped(self.to_ne_bytes())
+    }
+
+    #[inline(always)]
+    fn unmapped(address: &[u8; 16]) -> Self {
+        Self::from_ne_bytes(unmapped(address))
+    }
+
+    fn from_any(ip: IpAddr) -> Option<Self> {
+        match ip {
+            IpAddr::V4(ip) => Some(Self::from_ip(ip)),
+            IpAddr::V6(_) => None,
+        }
+    }
+}
+
+impl Address for Address6 {
+    type Ip = Ipv6Addr;
+    const IS_V6: bool = true;
+
+    #[inline(always)]
+    fn from_ip(ip: Ipv6Addr) -> Self {
+        Self::unmapped(&ip.octets())
+    }
+
+    #[inline(always)]
+    fn ip(self) -> Ipv6Addr {
+        Ipv6Addr::from(self.mapped())
+    }
+
+    #[inline(always)]
+    fn quads(self) -> [u32; 4] {
+        self
+    }
+
+    #[inline(always)]
+    fn mapped(self) -> [u8; 16] {
+        // SAFETY: same size, and any bytes are valid.
+        unsafe { core::mem::transmute(self) }
+    }
+
+    #[inline(always)]
+    fn unmapped(address: &[u8; 16]) -> Self {
+        // SAFETY: same size, and any bytes are valid.
+        unsafe { core::mem::transmute(*address) }
+    }
+
+    fn from_any(ip: IpAddr) -> Option<Self> {
+        match ip {
+            IpAddr::V4(_) => None,
+            IpAddr::V6(ip) => Some(Self::from_ip(ip)),
+        }
+    }
+}
+
+/// A struct of the ABI: `repr(C)`, plain integers, size and offsets asserted, and the sizes of the fields add up to the struct's: no
+/// padding. With `<A>`: for both families.
 macro_rules! abi_struct {
     ($(#[$meta:meta])* pub struct $name:ident { $($(#[$field_meta:meta])* pub $field:ident: $type:ty,)* }
      size $size:literal align $align:literal offsets { $($checked:ident: $offset:literal),* $(,)? }) => {
         $(#[$meta])*
         #[repr(C)]
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, FromBytes, IntoBytes, Immutable, KnownLayout)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
         pub struct $name { $($(#[$field_meta])* pub $field: $type,)* }
 
         impl $name {
             /// All bytes zero.
-            // SAFETY: `FromBytes` is derived: any bytes are valid.
+            // SAFETY: made of integers: any bytes are valid.
             pub const ZERO: Self = unsafe { zeroed() };
         }
 
         const _: () = assert!(size_of::<$name>() == $size && align_of::<$name>() == $align);
+        const _: () = assert!(0 $(+ size_of::<$type>())* == $size);
         $(const _: () = assert!(offset_of!($name, $checked) == $offset);)*
 
-        // SAFETY: `repr(C)`, `Copy`, and zerocopy's derives have proven that there is no padding and that any bytes are valid.
+        // SAFETY: made of integers.
+        unsafe impl Zeroable for $name {}
+        // SAFETY: `repr(C)`, `Copy`, made of integers, and without padding: asserted above.
+        unsafe impl Pod for $name {}
+        // SAFETY: as above.
         #[cfg(feature = "user")]
         unsafe impl aya::Pod for $name {}
+    };
+    ($(#[$meta:meta])* pub struct $name:ident<A> { $($(#[$field_meta:meta])* pub $field:ident: $type:ty,)* }
+     size $size4:literal and $size6:literal align $align:literal
+     offsets { $($checked:ident: $offset4:literal and $offset6:literal),* $(,)? }) => {
+        $(#[$meta])*
+        #[repr(C)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+        pub struct $name<A> { $($(#[$field_meta])* pub $field: $type,)* }
+
+        impl<A: Address> $name<A> {
+            /// All bytes zero.
+            // SAFETY: made of integers: any bytes are valid.
+            pub const ZERO: Self = unsafe { zeroed() };
+            const FIELDS: usize = 0 $(+ size_of::<$type>())*;
+        }
+
+        const _: () = assert!(size_of::<$name<Address4>>() == $size4 && align_of::<$name<Address4>>() == $align);
+        const _: () = assert!(size_of::<$name<Address6>>() == $size6 && align_of::<$name<Address6>>() == $align);
+        const _: () = assert!($name::<Address4>::FIELDS == $size4 && $name::<Address6>::FIELDS == $size6);
+        $(const _: () = assert!(offset_of!($name<Address4>, $checked) == $offset4);)*
+        $(const _: () = assert!(offset_of!($name<Address6>, $checked) == $offset6);)*
+
+        // SAFETY: made of integers.
+        unsafe impl<A: Address> Zeroable for $name<A> {}
+        // SAFETY: `repr(C)`, `Copy`, made of integers, and without padding for both addresses there are: asserted above.
+        unsafe impl<A: Address> Pod for $name<A> {}
+        // SAFETY: as above.
+        #[cfg(feature = "user")]
+        unsafe impl<A: Address> aya::Pod for $name<A> {}
     };
 }
 
 abi_struct! {
     /// Addresses and ports of one direction, as on the wire.
-    pub struct Tuple4 {
+    pub struct Tuple<A> {
         /// Source address.
-        pub source_be: u32,
+        pub source_be: A,
         /// Destination address.
-        pub destination_be: u32,
+        pub destination_be: A,
         /// Source port.
         pub source_port_be: u16,
         /// Destination port.
         pub destination_port_be: u16,
     }
-    size 12 align 4 offsets { source_be: 0, destination_be: 4, source_port_be: 8, destination_port_be: 10 }
+    size 12 and 36 align 4 offsets {
+        source_be: 0 and 0, destination_be: 4 and 16, source_port_be: 8 and 32, destination_port_be: 10 and 34
+    }
 }
 
+/// Addresses and ports of IPv4.
+pub type Tuple4 = Tuple<Address4>;
+/// Addresses and ports of IPv6.
+pub type Tuple6 = Tuple<Address6>;
+
 abi_struct! {
-    /// Key of [`names::FLOWS4`]: one direction, in the segment it arrives on.
-    pub struct FlowKey4 {
+    /// Key of [`names::FLOWS4`] and [`names::FLOWS6`]: one direction, in the segment it arrives on.
+    pub struct FlowKey<A> {
         /// Addresses and ports as they arrive.
-        pub tuple: Tuple4,
+        pub tuple: Tuple<A>,
         /// Segment id ([`Segment::id`]).
         pub segment: u16,
         /// IP protocol number.
@@ -191,24 +382,30 @@ abi_struct! {
         /// Zero.
         pub pad: u8,
     }
-    size 16 align 4 offsets { tuple: 0, segment: 12, protocol: 14 }
+    size 16 and 40 align 4 offsets { tuple: 0 and 0, segment: 12 and 36, protocol: 14 and 38 }
 }
 
+/// Key of an IPv4 flow's half.
+pub type FlowKey4 = FlowKey<Address4>;
+/// Key of an IPv6 flow's half.
+pub type FlowKey6 = FlowKey<Address6>;
+
 abi_struct! {
-    /// One half of a flow: everything that rewriting a packet needs, in one cache line.
+    /// One half of a flow: everything that rewriting a packet needs, for IPv4 in one cache line.
     ///
-    /// The kernel keeps 48 bytes before the key, so key and value each start a cache line. `tuple` and `segment` repeat the key: a
-    /// hash element can be recycled under a reader, who compares them before it trusts `to`. Only BPF code writes a live
-    /// value. The forward half (client → backend) and the reverse half (backend → client) name each other through `to`.
-    pub struct Flow4 {
+    /// The kernel keeps 48 bytes before the key, so that an IPv4 key ends a cache line and its value is the next. `tuple`, `segment` and
+    /// [`FLOW_UDP`] repeat the key: a hash element can be recycled under a reader, who compares them before it trusts `to`. Only
+    /// BPF code writes a live value. The forward half (client → backend) and the reverse half (backend → client) name each other
+    /// through `to`.
+    pub struct Flow<A> {
         /// The key's addresses and ports.
-        pub tuple: Tuple4,
+        pub tuple: Tuple<A>,
         /// The key's segment.
         pub segment: u16,
         /// Index into [`names::NEXT_HOPS`].
         pub next_hop: u16,
         /// Addresses and ports after rewriting.
-        pub to: Tuple4,
+        pub to: Tuple<A>,
         /// Tick of the last packet in this direction.
         pub last_seen: u32,
         /// Bytes of IP packets in this direction.
@@ -228,11 +425,17 @@ abi_struct! {
         /// `FLOW_*` bits.
         pub state: u16,
     }
-    size 64 align 8 offsets {
-        tuple: 0, segment: 12, next_hop: 14, to: 16, last_seen: 28, bytes: 32, packets: 40, sequence: 44, acknowledged: 48,
-        own: 52, frontend: 58, packets_high: 60, state: 62
+    size 64 and 112 align 8 offsets {
+        tuple: 0 and 0, segment: 12 and 36, next_hop: 14 and 38, to: 16 and 40, last_seen: 28 and 76, bytes: 32 and 80,
+        packets: 40 and 88, sequence: 44 and 92, acknowledged: 48 and 96, own: 52 and 100, frontend: 58 and 106,
+        packets_high: 60 and 108, state: 62 and 110
     }
 }
+
+/// One half of an IPv4 flow.
+pub type Flow4 = Flow<Address4>;
+/// One half of an IPv6 flow.
+pub type Flow6 = Flow<Address6>;
 
 /// [`Flow4::state`]: this half goes from backend to client.
 pub const FLOW_REVERSE: u16 = 1 << 0;
@@ -248,11 +451,14 @@ pub const FLOW_DEAD: u16 = 1 << 4;
 pub const FLOW_ADOPTED: u16 = 1 << 5;
 /// [`Flow4::state`]: the backend answered at least once (UDP; always set for TCP).
 pub const FLOW_REPLIED: u16 = 1 << 6;
-
 /// [`Flow4::state`]: a dead half that somebody is about to delete or to write over: whoever set the bit first.
 pub const FLOW_BUSY: u16 = 1 << 7;
+/// [`Flow4::state`]: UDP; else TCP.
+pub const FLOW_UDP: u16 = 1 << 8;
+/// [`Flow4::state`]: this forward half is in [`names::ENDED4`] or [`names::ENDED6`] and no longer in the ageing queue.
+pub const FLOW_ENDED: u16 = 1 << 9;
 
-impl Flow4 {
+impl<A: Address> Flow<A> {
     /// Forward half: tick at which the flow was promoted.
     pub const fn created(&self) -> u32 {
         u32::from_ne_bytes([self.own[0], self.own[1], self.own[2], self.own[3]])
@@ -276,30 +482,51 @@ impl Flow4 {
 }
 
 abi_struct! {
-    /// Entry of [`names::AGEING4`].
-    pub struct AgeEntry4 {
+    /// Entry of [`names::AGEING4`], [`names::AGEING6`], [`names::ENDED4`] and [`names::ENDED6`].
+    pub struct AgeEntry<A> {
         /// Key of the forward half.
-        pub key: FlowKey4,
+        pub key: FlowKey<A>,
         /// [`Flow4::created`] of the flow meant; another value means that the tuple has been used again.
         pub created: u32,
     }
-    size 20 align 4 offsets { key: 0, created: 16 }
+    size 20 and 44 align 4 offsets { key: 0 and 0, created: 16 and 40 }
 }
+
+/// Entry of the IPv4 queues.
+pub type AgeEntry4 = AgeEntry<Address4>;
+/// Entry of the IPv6 queues.
+pub type AgeEntry6 = AgeEntry<Address6>;
+
+abi_struct! {
+    /// What is too large for the stack while a flow is made, on one CPU.
+    pub struct Making<A> {
+        /// A half in the making.
+        pub half: Flow<A>,
+        /// Argument of the search for a half-open record: the client's key, or the turned-around tuple of a backend's packet.
+        pub key: FlowKey<A>,
+    }
+    size 80 and 152 align 8 offsets { half: 0 and 0, key: 64 and 112 }
+}
+
+/// An IPv4 half in the making.
+pub type Making4 = Making<Address4>;
+/// An IPv6 half in the making.
+pub type Making6 = Making<Address6>;
 
 /// Records in one [`HalfOpenSet4`].
 pub const HALF_OPEN_WAYS: usize = 8;
 
 abi_struct! {
     /// A connection between the client's SYN and its ACK.
-    pub struct HalfOpen4 {
+    pub struct HalfOpen<A> {
         /// Client → VIP, as it arrives.
-        pub client: Tuple4,
+        pub client: Tuple<A>,
         /// Segment of the client.
         pub client_segment: u16,
         /// Index of the next hop to the client.
         pub client_next_hop: u16,
         /// SNAT address → backend, as it leaves.
-        pub to: Tuple4,
+        pub to: Tuple<A>,
         /// Segment of the backend.
         pub backend_segment: u16,
         /// Index of the next hop to the backend.
@@ -320,16 +547,26 @@ abi_struct! {
         pub first_syn: u32,
         /// Tick of the last packet.
         pub last_seen: u32,
-        /// `HALF_OPEN_*` bits.
+        /// `HALF_OPEN_*` bits, and how many other backends were tried before ([`HALF_OPEN_ATTEMPT_SHIFT`]).
         pub state: u32,
     }
-    size 64 align 4 offsets { client: 0, to: 16, client_sequence: 32, client_mac: 40, backend: 46, first_syn: 52, state: 60 }
+    size 64 and 112 align 4 offsets {
+        client: 0 and 0, to: 16 and 40, client_sequence: 32 and 80, client_mac: 40 and 88, backend: 46 and 94,
+        first_syn: 52 and 100, state: 60 and 108
+    }
 }
+
+/// A half-open IPv4 connection.
+pub type HalfOpen4 = HalfOpen<Address4>;
+/// A half-open IPv6 connection.
+pub type HalfOpen6 = HalfOpen<Address6>;
 
 /// [`HalfOpen4::state`]: the backend has sent a SYN-ACK.
 pub const HALF_OPEN_ANSWERED: u32 = 1 << 0;
 /// [`HalfOpen4::state`]: the backend refused with a RST.
 pub const HALF_OPEN_REFUSED: u32 = 1 << 1;
+/// [`HalfOpen4::state`]: how often the SYN has gone on to the next candidate, from this bit on.
+pub const HALF_OPEN_ATTEMPT_SHIFT: u32 = 8;
 
 abi_struct! {
     /// A set of half-open records, indexed by SNAT port: [`crate::hash::half_open_set`].
@@ -337,14 +574,19 @@ abi_struct! {
     /// `tags[way]` owns `records[way]`; its parts are in [`crate::half_open`]. A record is claimed by compare-and-swap of its tag, then
     /// the claimer looks whether another way holds the same reverse tuple; if so it yields. So two CPUs never both own a
     /// tuple.
-    pub struct HalfOpenSet4 {
+    pub struct HalfOpenSet<A> {
         /// Owner words.
         pub tags: [u64; HALF_OPEN_WAYS],
         /// Records.
-        pub records: [HalfOpen4; HALF_OPEN_WAYS],
+        pub records: [HalfOpen<A>; HALF_OPEN_WAYS],
     }
-    size 576 align 8 offsets { tags: 0, records: 64 }
+    size 576 and 960 align 8 offsets { tags: 0 and 0, records: 64 and 64 }
 }
+
+/// A set of half-open IPv4 records.
+pub type HalfOpenSet4 = HalfOpenSet<Address4>;
+/// A set of half-open IPv6 records.
+pub type HalfOpenSet6 = HalfOpenSet<Address6>;
 
 /// Hints in one line.
 pub const HINT_WAYS: usize = 8;
@@ -369,22 +611,29 @@ abi_struct! {
         pub mac: Mac,
         /// Tenant index if the segment belongs to exactly one tenant, else 0; for counting only.
         pub tenant: u16,
-        /// Index of the next hop to off-link clients (the gateway).
+        /// Index of the next hop to off-link IPv4 clients (the gateway).
         pub gateway_next_hop: u16,
         /// Index of the next hop to on-link clients ([`NEXT_HOP_ON_LINK`]).
         pub on_link_next_hop: u16,
         /// VLAN id, 0 = untagged.
         pub vlan: u16,
-        /// Zero.
-        pub pad: u16,
+        /// Index of the next hop to off-link IPv6 clients.
+        pub gateway6_next_hop: u16,
         /// On-link IPv4 prefix: network address.
         pub network4_be: u32,
         /// On-link IPv4 prefix: mask (all ones: no prefix, all clients are off-link).
         pub mask4_be: u32,
         /// Egress MTU of the NIC for IP packets.
         pub mtu: u32,
+        /// On-link IPv6 prefix: network address.
+        pub network6_be: Address6,
+        /// On-link IPv6 prefix: mask (all ones: no prefix, all clients but link-local ones are off-link).
+        pub mask6_be: Address6,
     }
-    size 32 align 4 offsets { id: 0, flags: 2, mac: 4, tenant: 10, gateway_next_hop: 12, vlan: 16, network4_be: 20, mask4_be: 24, mtu: 28 }
+    size 64 align 4 offsets {
+        id: 0, flags: 2, mac: 4, tenant: 10, gateway_next_hop: 12, vlan: 16, gateway6_next_hop: 18, network4_be: 20, mask4_be: 24,
+        mtu: 28, network6_be: 32, mask6_be: 48
+    }
 }
 
 /// [`Segment::flags`]: tenants' clients arrive here; the host behind is closed except for `host_access`.
@@ -399,7 +648,8 @@ abi_struct! {
         pub address: [u8; 16],
         /// Segment id.
         pub segment: u16,
-        /// 0, or with an all-zero address: a port that backends in this segment serve ([`ADDRESS_TARGET_PORT`]).
+        /// 0, or with an all-zero address: a port that backends in this segment serve ([`ADDRESS_TARGET_PORT`]) or that `host_access`
+        /// opens ([`ADDRESS_HOST_PORT`]).
         pub port_be: u16,
     }
     size 20 align 2 offsets { address: 0, segment: 16, port_be: 18 }
@@ -432,6 +682,8 @@ pub const ADDRESS_ANSWER: u16 = 1 << 3;
 pub const ADDRESS_BACKEND: u16 = 1 << 4;
 /// [`LocalAddress::flags`]: not an address but a port that backends in the segment serve, see [`AddressKey::port_be`].
 pub const ADDRESS_TARGET_PORT: u16 = 1 << 5;
+/// [`LocalAddress::flags`]: not an address but a TCP port that `host_access` opens on the host's own addresses in the segment.
+pub const ADDRESS_HOST_PORT: u16 = 1 << 6;
 
 abi_struct! {
     /// Key of [`names::FRONTENDS`].
@@ -477,8 +729,8 @@ abi_struct! {
         pub snat_first: u16,
         /// Last SNAT port (host order).
         pub snat_last: u16,
-        /// Zero.
-        pub pad2: u16,
+        /// Index into [`names::TIMEOUTS`].
+        pub timeouts: u16,
         /// Lookup table: index of its first chunk in [`names::MAGLEV`].
         pub table: u32,
         /// Lookup table: its slots (a prime); 0 = no backend.
@@ -488,7 +740,7 @@ abi_struct! {
     }
     size 64 align 4 offsets {
         vip: 0, snat: 16, port_be: 32, segment: 34, protocol: 36, id: 38, tenant: 40, flags: 42, target_port_be: 44, snat_first: 46,
-        snat_last: 48, table: 52, table_size: 56, source_ranges: 60
+        snat_last: 48, timeouts: 50, table: 52, table_size: 56, source_ranges: 60
     }
 }
 
@@ -498,6 +750,8 @@ pub const FRONTEND_SOURCE_AFFINITY: u16 = 1 << 0;
 pub const FRONTEND_PRESERVE_CLIENT: u16 = 1 << 1;
 /// [`Frontend::flags`]: drop instead of refusing when there is no backend (`unserved: drop`).
 pub const FRONTEND_UNSERVED_DROP: u16 = 1 << 2;
+/// [`Frontend::flags`]: until [`Settings::adopt_until`], packets of unknown TCP connections are adopted (`adopt: takeover`).
+pub const FRONTEND_ADOPT: u16 = 1 << 3;
 
 abi_struct! {
     /// Part of a lookup table: backend ids.
@@ -557,18 +811,31 @@ pub const NEXT_HOP_RESOLVED: u16 = 1 << 0;
 pub const NEXT_HOP_ON_LINK: u16 = 1 << 1;
 
 abi_struct! {
+    /// A tenant's limits in one family; 0 = no limit.
+    pub struct FamilyLimits {
+        /// Live flows, UDP among them.
+        pub flows: u32,
+        /// Live UDP flows.
+        pub udp: u32,
+        /// Half-open connections.
+        pub half_open: u32,
+        /// Zero.
+        pub pad: u32,
+    }
+    size 16 align 4 offsets { flows: 0, udp: 4, half_open: 8 }
+}
+
+abi_struct! {
     /// A tenant's limits; 0 = no limit.
     pub struct Tenant {
-        /// Live flows.
-        pub max_flows: u32,
-        /// New connections per second.
+        /// In each family: IPv4, IPv6.
+        pub families: [FamilyLimits; 2],
+        /// New connections per second, both families.
         pub new_flows_per_second: u32,
-        /// Half-open connections.
-        pub max_half_open: u32,
         /// `TENANT_*` bits.
         pub flags: u32,
     }
-    size 16 align 4 offsets { max_flows: 0, new_flows_per_second: 4, max_half_open: 8, flags: 12 }
+    size 40 align 4 offsets { families: 0, new_flows_per_second: 32, flags: 36 }
 }
 
 /// [`Tenant::flags`]: `host_access` lets everything through to the host's own address.
@@ -576,19 +843,77 @@ pub const TENANT_HOST_ACCESS_OWN: u32 = 1 << 0;
 /// [`Tenant::flags`]: `host_access` lets ICMP through.
 pub const TENANT_HOST_ACCESS_ICMP: u32 = 1 << 1;
 
+/// Buckets of [`FamilyUse::buckets`].
+pub const HALF_OPEN_BUCKETS: usize = 8;
+
 abi_struct! {
-    /// What a tenant uses now. Written with atomic adds. At index 0 (no tenant), `window` is the tick of the last hint that was left.
-    pub struct TenantUse {
-        /// Live flows.
+    /// What a tenant uses in one family. Counts are signed: an end may be counted before its beginning.
+    pub struct FamilyUse {
+        /// Live flows, UDP among them.
         pub flows: u64,
+        /// Live UDP flows.
+        pub udp: u64,
+        /// Half-open connections: the sum of the buckets.
+        pub half_open: u64,
+        /// Epoch up to which `buckets` have been emptied ([`Settings::half_open_epoch`] ticks each).
+        pub epoch: u64,
+        /// Half-open connections by the epoch in which they expire, modulo the number of buckets: nobody has to look for expired ones.
+        pub buckets: [u64; HALF_OPEN_BUCKETS],
+    }
+    size 96 align 8 offsets { flows: 0, udp: 8, half_open: 16, epoch: 24, buckets: 32 }
+}
+
+abi_struct! {
+    /// What a tenant uses now. Written with atomic operations.
+    pub struct TenantUse {
         /// New connections in `window`.
         pub new_flows: u64,
         /// Second that `new_flows` counts.
         pub window: u64,
-        /// Kept for connections ever accepted; not written, as frontends count them.
-        pub total: u64,
+        /// At index 0 (no tenant): tick of the last hint that was left.
+        pub hinted: u64,
+        /// Zero.
+        pub pad: u64,
+        /// In each family: IPv4, IPv6.
+        pub families: [FamilyUse; 2],
+        /// Zero, up to whole cache lines.
+        pub reserved: [u64; 4],
     }
-    size 32 align 8 offsets { flows: 0, new_flows: 8, window: 16, total: 24 }
+    size 256 align 8 offsets { new_flows: 0, window: 8, hinted: 16, families: 32 }
+}
+
+abi_struct! {
+    /// How long flows live without a packet, in ticks.
+    pub struct Timeouts {
+        /// Established TCP flows.
+        pub tcp_established: u32,
+        /// Half-open connections.
+        pub tcp_half_open: u32,
+        /// After FIN both ways.
+        pub tcp_fin: u32,
+        /// After an in-window RST.
+        pub tcp_reset: u32,
+        /// UDP without a reply.
+        pub udp_unreplied: u32,
+        /// UDP with replies.
+        pub udp_replied: u32,
+    }
+    size 24 align 4 offsets { tcp_established: 0, udp_replied: 20 }
+}
+
+abi_struct! {
+    /// What a backend answers to new connections. Written without atomics: a lost count delays the breaker by a SYN.
+    pub struct BackendUse {
+        /// Tick of its last SYN-ACK.
+        pub answered: u32,
+        /// New connections since then.
+        pub unanswered: u32,
+        /// Tick of the first of them.
+        pub since: u32,
+        /// Tick of the last trial while it is skipped.
+        pub trial: u32,
+    }
+    size 16 align 4 offsets { answered: 0, unanswered: 4, since: 8, trial: 12 }
 }
 
 abi_struct! {
@@ -602,67 +927,65 @@ abi_struct! {
         pub seed: [u64; 2],
         /// Ticks in one second, times 256.
         pub ticks_per_second_256: u32,
-        /// Ticks: established TCP flows.
-        pub tcp_established: u32,
-        /// Ticks: half-open connections.
-        pub tcp_half_open: u32,
-        /// Ticks: after FIN both ways.
-        pub tcp_fin: u32,
-        /// Ticks: after an in-window RST.
-        pub tcp_reset: u32,
-        /// Ticks: UDP without a reply.
-        pub udp_unreplied: u32,
-        /// Ticks: UDP with replies.
-        pub udp_replied: u32,
         /// Ticks: how long a closed flow's reverse tuple is kept from other clients (≥ 75 s).
         pub tombstone: u32,
         /// Ticks: until no reader can hold a marked flow.
         pub grace: u32,
+        /// Ticks in one epoch of [`FamilyUse::buckets`]: at least a sixth of the longest half-open timeout.
+        pub half_open_epoch: u32,
         /// Rejects (RST, ICMP) that one CPU sends per tick.
         pub rejects_per_tick: u32,
-        /// Half-open sets in use: a power of two.
-        pub half_open_sets: u32,
         /// Tick until which non-SYN packets without state may be adopted; 0 = never.
         pub adopt_until: u32,
-        /// Largest MSS that SYN and SYN-ACK keep, besides what the interfaces' MTU allows; 0 = neither is enforced.
+        /// Largest MSS that SYN and SYN-ACK over IPv4 keep, besides what the interfaces' MTU allows; over IPv6 20 less. 0 = neither is
+        /// enforced.
         pub max_mss: u32,
         /// Zero.
         pub pad: u32,
     }
-    size 80 align 8 offsets { abi: 0, flags: 4, seed: 8, ticks_per_second_256: 24, tcp_established: 28, adopt_until: 68 }
+    size 56 align 8 offsets { abi: 0, flags: 4, seed: 8, ticks_per_second_256: 24, tombstone: 28, adopt_until: 44, max_mss: 48 }
 }
 
 /// [`Settings::flags`]: starting or migrating: unmatched replies are dropped in silence.
 pub const SETTING_MIGRATING: u32 = 1 << 0;
 
 abi_struct! {
-    /// What a stage hands to the next one on the same CPU, and the rate limit of refusals.
+    /// What a stage hands to the next one on the same CPU, and the budgets of what is rate-limited.
     pub struct Scratch {
         /// Why the packet is refused ([`crate::reason::Reason`]).
         pub reason: u32,
         /// Tenant to count it for.
         pub tenant: u32,
-        /// Tick that `refusals` counts.
+        /// Tick that `refusals` and `scanned` count.
         pub tick: u32,
         /// Refusals sent in `tick`.
         pub refusals: u32,
-        /// A half in the making: too large for the stack beside everything else.
-        pub half: Flow4,
-        /// Argument of the search for a half-open record: the client's key, or the turned-around tuple of a backend's packet.
-        pub key: FlowKey4,
+        /// Index of the frame's segment in [`names::SEGMENTS`].
+        pub slot: u32,
+        /// The 802.1Q tag that was taken off the frame: [`TAGGED`] and its control information in host order; 0 = there was none.
+        pub tag: u32,
+        /// SNAT ports looked at in `tick` by searches of whole ranges.
+        pub scanned: u32,
+        /// Zero.
+        pub pad: u32,
     }
-    size 96 align 8 offsets { reason: 0, tenant: 4, tick: 8, refusals: 12, half: 16, key: 80 }
+    size 32 align 4 offsets { reason: 0, tenant: 4, tick: 8, refusals: 12, slot: 16, tag: 20, scanned: 24 }
 }
 
+/// [`Scratch::tag`]: there was a tag.
+pub const TAGGED: u32 = 1 << 16;
+
 abi_struct! {
-    /// Whose a frontend is: what a flow's frontend id leads to when the flow ends.
+    /// Whose a frontend is: what a flow's frontend id leads to.
     pub struct FrontendOwner {
         /// Tenant index.
         pub tenant: u16,
+        /// Index into [`names::TIMEOUTS`].
+        pub timeouts: u16,
         /// Zero.
-        pub pad: [u16; 3],
+        pub pad: [u16; 2],
     }
-    size 8 align 2 offsets { tenant: 0 }
+    size 8 align 2 offsets { tenant: 0, timeouts: 2 }
 }
 
 abi_struct! {
@@ -709,32 +1032,56 @@ pub struct FrontendCounters {
     pub refused: u64,
 }
 
-/// Stage: a SYN that matches no flow.
-pub const STAGE_OPEN: u32 = 0;
-/// Stage: a client's packet that matches no flow: the proof of a half-open connection, or refused.
-pub const STAGE_PROVE: u32 = 1;
-/// Stage: a packet that is not to a frontend and matches no flow: a backend's answer, a stray reply, or the host's.
-pub const STAGE_ANSWER: u32 = 2;
-/// Stage: FIN, RST and SYN on a live flow: state changes off the hot path.
-pub const STAGE_FLAGS: u32 = 3;
+/// Stage: an IPv4 SYN that matches no flow.
+pub const STAGE_OPEN4: u32 = 0;
+/// Stage: a client's IPv4 TCP packet that matches no flow: the proof of a half-open connection, or refused.
+pub const STAGE_PROVE4: u32 = 1;
+/// Stage: an IPv4 TCP packet that is not to a frontend and matches no flow: a backend's answer, a stray reply, or the host's.
+pub const STAGE_ANSWER4: u32 = 2;
+/// Stage: FIN, RST and SYN on a live IPv4 flow: state changes off the hot path.
+pub const STAGE_FLAGS4: u32 = 3;
 /// Stage: ARP.
 pub const STAGE_ARP: u32 = 4;
 /// Stage: what is no flow's: VIP traffic without a frontend, the host's own, transit.
 pub const STAGE_LOCAL: u32 = 5;
 /// Stage: answers with RST, ICMP.
 pub const STAGE_REJECT: u32 = 6;
+/// Stage: an IPv4 UDP datagram that matches no flow.
+pub const STAGE_DATAGRAM4: u32 = 7;
+/// Stage: as [`STAGE_OPEN4`], IPv6.
+pub const STAGE_OPEN6: u32 = 8;
+/// Stage: as [`STAGE_PROVE4`], IPv6.
+pub const STAGE_PROVE6: u32 = 9;
+/// Stage: as [`STAGE_ANSWER4`], IPv6.
+pub const STAGE_ANSWER6: u32 = 10;
+/// Stage: as [`STAGE_FLAGS4`], IPv6.
+pub const STAGE_FLAGS6: u32 = 11;
+/// Stage: as [`STAGE_DATAGRAM4`], IPv6.
+pub const STAGE_DATAGRAM6: u32 = 12;
+/// Stage: a frame with an 802.1Q tag: the tag is taken off, and the frame starts over.
+pub const STAGE_TAGGED: u32 = 13;
+/// Stage: neighbour discovery.
+pub const STAGE_NEIGHBOUR: u32 = 14;
 /// Entries of [`names::STAGES`].
-pub const STAGE_SLOTS: u32 = 16;
+pub const STAGE_SLOTS: u32 = 32;
 
 /// The stages: index into [`names::STAGES`] and program name.
-pub const STAGE_PROGRAMS: [(u32, &str); 7] = [
-    (STAGE_OPEN, "lbd_open"),
-    (STAGE_PROVE, "lbd_prove"),
-    (STAGE_ANSWER, "lbd_answer"),
-    (STAGE_FLAGS, "lbd_flags"),
+pub const STAGE_PROGRAMS: [(u32, &str); 15] = [
+    (STAGE_OPEN4, "lbd_open4"),
+    (STAGE_PROVE4, "lbd_prove4"),
+    (STAGE_ANSWER4, "lbd_answer4"),
+    (STAGE_FLAGS4, "lbd_flags4"),
     (STAGE_ARP, "lbd_arp"),
     (STAGE_LOCAL, "lbd_local"),
     (STAGE_REJECT, "lbd_reject"),
+    (STAGE_DATAGRAM4, "lbd_datagram4"),
+    (STAGE_OPEN6, "lbd_open6"),
+    (STAGE_PROVE6, "lbd_prove6"),
+    (STAGE_ANSWER6, "lbd_answer6"),
+    (STAGE_FLAGS6, "lbd_flags6"),
+    (STAGE_DATAGRAM6, "lbd_datagram6"),
+    (STAGE_TAGGED, "lbd_tagged"),
+    (STAGE_NEIGHBOUR, "lbd_neighbour"),
 ];
 
 /// The programs at tracepoints of the group `xdp`, which count what goes wrong after the verdict: tracepoint and program name.
@@ -752,30 +1099,39 @@ pub mod control {
     pub const MARK: u32 = 1;
     /// Read the clocks: `jiffies` and `nanoseconds` of the reply.
     pub const CLOCK: u32 = 2;
-    /// Age: look at the `count` oldest entries of the ageing queue.
+    /// Age: look at the `count` oldest entries of the queues of both families.
     pub const AGE: u32 = 3;
+    /// As [`MARK`], with an IPv6 key ([`super::ControlRequest6`]).
+    pub const MARK6: u32 = 4;
 }
 
 abi_struct! {
     /// First bytes of the packet that the control program is run on, and of its answer.
-    pub struct ControlRequest {
+    pub struct ControlRequest<A> {
         /// Destination and source MAC and ethertype in a real frame: zero.
         pub frame: [u8; 16],
         /// One of [`control`].
         pub command: u32,
         /// Argument.
         pub count: u32,
-        /// Forward key (MARK).
-        pub key: FlowKey4,
         /// Answer: jiffies (CLOCK).
         pub jiffies: u64,
         /// Answer: `bpf_ktime_get_ns` (CLOCK).
         pub nanoseconds: u64,
         /// Answer: flows marked, or entries looked at.
         pub result: u64,
+        /// Forward key (MARK, MARK6).
+        pub key: FlowKey<A>,
     }
-    size 64 align 8 offsets { command: 16, key: 24, jiffies: 40, nanoseconds: 48, result: 56 }
+    size 64 and 88 align 8 offsets {
+        command: 16 and 16, count: 20 and 20, jiffies: 24 and 24, nanoseconds: 32 and 32, result: 40 and 40, key: 48 and 48
+    }
 }
+
+/// Request with an IPv4 key, or none.
+pub type ControlRequest4 = ControlRequest<Address4>;
+/// Request with an IPv6 key.
+pub type ControlRequest6 = ControlRequest<Address6>;
 
 /// IPv4 address as an IPv4-mapped IPv6 address.
 pub const fn mapped(address: [u8; 4]) -> [u8; 16] {
@@ -787,44 +1143,45 @@ pub const fn unmapped(address: &[u8; 16]) -> [u8; 4] {
     [address[12], address[13], address[14], address[15]]
 }
 
-impl Tuple4 {
+impl<A: Address> Tuple<A> {
     /// From host types.
-    pub const fn new(source: (Ipv4Addr, u16), destination: (Ipv4Addr, u16)) -> Self {
+    pub fn new(source: (A::Ip, u16), destination: (A::Ip, u16)) -> Self {
         Self {
-            source_be: u32::from_ne_bytes(source.0.octets()),
-            destination_be: u32::from_ne_bytes(destination.0.octets()),
+            source_be: A::from_ip(source.0),
+            destination_be: A::from_ip(destination.0),
             source_port_be: source.1.to_be(),
             destination_port_be: destination.1.to_be(),
         }
     }
 
     /// Source address and port.
-    pub const fn source(&self) -> SocketAddrV4 {
-        let [a, b, c, d] = self.source_be.to_ne_bytes();
-        SocketAddrV4::new(Ipv4Addr::new(a, b, c, d), u16::from_be(self.source_port_be))
+    pub fn source(&self) -> SocketAddr {
+        SocketAddr::new(self.source_be.ip().into(), u16::from_be(self.source_port_be))
     }
 
     /// Destination address and port.
-    pub const fn destination(&self) -> SocketAddrV4 {
-        let [a, b, c, d] = self.destination_be.to_ne_bytes();
-        SocketAddrV4::new(Ipv4Addr::new(a, b, c, d), u16::from_be(self.destination_port_be))
+    pub fn destination(&self) -> SocketAddr {
+        SocketAddr::new(self.destination_be.ip().into(), u16::from_be(self.destination_port_be))
+    }
+
+    /// The other direction.
+    #[inline(always)]
+    #[must_use]
+    pub const fn turned(&self) -> Self {
+        Self {
+            source_be: self.destination_be,
+            destination_be: self.source_be,
+            source_port_be: self.destination_port_be,
+            destination_port_be: self.source_port_be,
+        }
     }
 }
 
-impl FlowKey4 {
+impl<A: Address> FlowKey<A> {
     /// Key of the other half: where replies to `to` arrive.
-    pub const fn reply(to: &Tuple4, segment: u16, protocol: u8) -> Self {
-        Self {
-            tuple: Tuple4 {
-                source_be: to.destination_be,
-                destination_be: to.source_be,
-                source_port_be: to.destination_port_be,
-                destination_port_be: to.source_port_be,
-            },
-            segment,
-            protocol,
-            pad: 0,
-        }
+    #[inline(always)]
+    pub const fn reply(to: &Tuple<A>, segment: u16, protocol: u8) -> Self {
+        Self { tuple: to.turned(), segment, protocol, pad: 0 }
     }
 }
 

@@ -3,7 +3,7 @@
 //! Sums run over 16-bit words as they lie in memory: the one's complement sum does not depend on byte order (RFC 1071 §2 B), so
 //! nothing here swaps bytes.
 
-use crate::abi::Tuple4;
+use crate::abi::{Address, Tuple};
 
 /// What a rewrite adds to the one's complement sum of the words that it changes; not folded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -27,17 +27,26 @@ impl Delta {
         Self(self.0 + (!old) as u64 + new as u64)
     }
 
+    /// An address changed.
+    #[must_use]
+    #[inline(always)]
+    pub fn address<A: Address>(self, old: A, new: A) -> Self {
+        let (old, new) = (old.quads(), new.quads());
+        let first = self.quad(old[0], new[0]);
+        if A::IS_V6 { first.quad(old[1], new[1]).quad(old[2], new[2]).quad(old[3], new[3]) } else { first }
+    }
+
     /// The addresses of a tuple changed.
     #[must_use]
     #[inline(always)]
-    pub const fn addresses(self, old: &Tuple4, new: &Tuple4) -> Self {
-        self.quad(old.source_be, new.source_be).quad(old.destination_be, new.destination_be)
+    pub fn addresses<A: Address>(self, old: &Tuple<A>, new: &Tuple<A>) -> Self {
+        self.address(old.source_be, new.source_be).address(old.destination_be, new.destination_be)
     }
 
     /// The ports of a tuple changed.
     #[must_use]
     #[inline(always)]
-    pub const fn ports(self, old: &Tuple4, new: &Tuple4) -> Self {
+    pub const fn ports<A: Address>(self, old: &Tuple<A>, new: &Tuple<A>) -> Self {
         self.word(old.source_port_be, new.source_port_be).word(old.destination_port_be, new.destination_port_be)
     }
 

@@ -5,11 +5,11 @@
 //! | bits | part |
 //! |---|---|
 //! | 0–31 | hash of the reverse tuple ([`crate::hash::reverse4`]): whoever claims a tuple looks for it here |
-//! | 32–53 | time of the claim, in units of 16 ticks, modulo 2^22 |
+//! | 32–53 | when the record expires, in units of 16 ticks, modulo 2^22 |
 //! | 54–61 | eight bits of the client tuple's hash: spares most look-ups the records |
 //! | 62–63 | state |
 
-use crate::abi::Settings;
+use crate::abi::{FamilyUse, HALF_OPEN_BUCKETS};
 
 /// State: nothing here.
 pub const FREE: u64 = 0;
@@ -27,10 +27,16 @@ const TIME_MASK: u64 = (1 << 22) - 1;
 const CLIENT_SHIFT: u32 = 54;
 const COARSE_SHIFT: u32 = 4;
 
-/// A tag. `reverse` is the reverse tuple's hash, `client` the client tuple's.
+/// A tag. `reverse` is the reverse tuple's hash, `client` the client tuple's, `expires` the first tick at which the record is void.
 #[inline(always)]
-pub const fn tag(state: u64, reverse: u32, client: u64, now: u32) -> u64 {
-    state | reverse as u64 | ((now >> COARSE_SHIFT) as u64 & TIME_MASK) << TIME_SHIFT | (client >> 56) << CLIENT_SHIFT
+pub const fn tag(state: u64, reverse: u32, client: u64, expires: u32) -> u64 {
+    state | reverse as u64 | (coarse_end(expires) as u64 & TIME_MASK) << TIME_SHIFT | (client >> 56) << CLIENT_SHIFT
+}
+
+/// The first coarse unit that lies wholly at or after a tick.
+#[inline(always)]
+const fn coarse_end(tick: u32) -> u32 {
+    (tick >> COARSE_SHIFT).wrapping_add(1)
 }
 
 /// The same tag in another state.
@@ -53,27 +59,27 @@ pub const fn may_be_client(tag: u64, client: u64) -> bool {
 
 /// Whether the record is claimed and not yet expired.
 #[inline(always)]
-pub const fn occupied(tag: u64, now: u32, settings: &Settings) -> bool {
-    let age = ((now >> COARSE_SHIFT) as u64).wrapping_sub(tag >> TIME_SHIFT) & TIME_MASK;
-    tag & STATE != FREE && age <= (settings.tcp_half_open >> COARSE_SHIFT) as u64
+pub const fn occupied(tag: u64, now: u32) -> bool {
+    let left = (tag >> TIME_SHIFT).wrapping_sub((now >> COARSE_SHIFT) as u64) & TIME_MASK;
+    tag & STATE != FREE && left != 0 && left <= TIME_MASK / 2
 }
 
 /// Whether the record may be read.
 #[inline(always)]
-pub const fn readable(tag: u64, now: u32, settings: &Settings) -> bool {
-    occupied(tag, now, settings) && tag & STATE != BUSY
+pub const fn readable(tag: u64, now: u32) -> bool {
+    occupied(tag, now) && tag & STATE != BUSY
 }
 
 /// A hint: the client tuple with this hash has its half-open record in the set of `port`.
 #[inline(always)]
-pub const fn hint(client: u64, port: u16, now: u32) -> u64 {
-    client & 0xffff_ffff_0000_0000 | ((now >> COARSE_SHIFT) as u64 & 0xffff) << 16 | port as u64
+pub const fn hint(client: u64, port: u16, expires: u32) -> u64 {
+    client & 0xffff_ffff_0000_0000 | (coarse_end(expires) as u64 & 0xffff) << 16 | port as u64
 }
 
 /// The SNAT port (host order) of a hint that may belong to this client tuple and has not expired.
 #[inline(always)]
-pub const fn hinted_port(hint: u64, client: u64, now: u32, settings: &Settings) -> Option<u16> {
-    if hint == 0 || (hint ^ client) >> 32 != 0 || hint_expired(hint, now, settings) {
+pub const fn hinted_port(hint: u64, client: u64, now: u32) -> Option<u16> {
+    if (hint ^ client) >> 32 != 0 || hint_expired(hint, now) {
         return None;
     }
     Some(hint as u16)
@@ -81,9 +87,9 @@ pub const fn hinted_port(hint: u64, client: u64, now: u32, settings: &Settings) 
 
 /// Whether a hint's place may be taken.
 #[inline(always)]
-pub const fn hint_expired(hint: u64, now: u32, settings: &Settings) -> bool {
-    let age = ((now >> COARSE_SHIFT) as u64).wrapping_sub(hint >> 16) & 0xffff;
-    hint == 0 || age > (settings.tcp_half_open >> COARSE_SHIFT) as u64
+pub const fn hint_expired(hint: u64, now: u32) -> bool {
+    let left = (hint >> 16).wrapping_sub((now >> COARSE_SHIFT) as u64) & 0xffff;
+    hint == 0 || left == 0 || left > 0x7fff
 }
 
 /// Line of hints for a client tuple's hash. `lines` is a power of two.
@@ -92,36 +98,71 @@ pub const fn hint_line(client: u64, lines: u32) -> u32 {
     (client >> 20) as u32 & lines.wrapping_sub(1)
 }
 
+/// Epoch of [`FamilyUse::buckets`] in which a record that expires at this tick is counted: the first that lies wholly after it.
+#[inline(always)]
+pub const fn expiry_epoch(expires: u32, ticks_per_epoch: u32) -> u64 {
+    epoch(expires, ticks_per_epoch) + 1
+}
+
+/// Epoch of a tick.
+#[inline(always)]
+pub const fn epoch(now: u32, ticks_per_epoch: u32) -> u64 {
+    (now / if ticks_per_epoch == 0 { 1 } else { ticks_per_epoch }) as u64
+}
+
+/// Bucket of an epoch.
+#[inline(always)]
+pub const fn bucket(epoch: u64) -> usize {
+    epoch as usize & (HALF_OPEN_BUCKETS - 1)
+}
+
+/// Whether the tenant may have one more half-open connection; limit 0 = none.
+#[inline(always)]
+pub const fn may_open(used: &FamilyUse, limit: u32) -> bool {
+    limit == 0 || (used.half_open as i64) < limit as i64
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
     use super::*;
 
-    const SETTINGS: Settings = Settings { tcp_half_open: 30 * 62, ..Settings::ZERO };
+    const TIMEOUT: u32 = 30 * 62;
 
     proptest! {
         #[test]
         fn a_tag_keeps_its_parts(reverse_hash: u32, client: u64, now: u32) {
-            let live = tag(LIVE, reverse_hash, client, now);
+            let live = tag(LIVE, reverse_hash, client, now.wrapping_add(TIMEOUT));
             prop_assert_eq!(reverse(live), reverse_hash);
             prop_assert!(may_be_client(live, client));
-            prop_assert!(readable(live, now, &SETTINGS));
-            prop_assert!(readable(live, now.wrapping_add(29 * 62), &SETTINGS));
-            prop_assert!(!occupied(live, now.wrapping_add(31 * 62), &SETTINGS));
-            prop_assert!(!readable(with_state(live, BUSY), now, &SETTINGS));
-            prop_assert!(occupied(with_state(live, BUSY), now, &SETTINGS));
-            prop_assert!(!occupied(with_state(live, FREE), now, &SETTINGS));
+            prop_assert!(readable(live, now));
+            prop_assert!(readable(live, now.wrapping_add(TIMEOUT)));
+            prop_assert!(!occupied(live, now.wrapping_add(TIMEOUT + 32)));
+            prop_assert!(!occupied(live, now.wrapping_add(3600 * 62)));
+            prop_assert!(!readable(with_state(live, BUSY), now));
+            prop_assert!(occupied(with_state(live, BUSY), now));
+            prop_assert!(!occupied(with_state(live, FREE), now));
         }
 
         #[test]
         fn a_hint_leads_its_client_only(client: u64, other: u64, port in 1u16.., now: u32) {
-            let hint = hint(client, port, now);
-            prop_assert_eq!(hinted_port(hint, client, now, &SETTINGS), Some(port));
-            prop_assert_eq!(hinted_port(hint, client, now.wrapping_add(31 * 62), &SETTINGS), None);
+            let hint = hint(client, port, now.wrapping_add(TIMEOUT));
+            prop_assert_eq!(hinted_port(hint, client, now), Some(port));
+            prop_assert_eq!(hinted_port(hint, client, now.wrapping_add(TIMEOUT)), Some(port));
+            prop_assert_eq!(hinted_port(hint, client, now.wrapping_add(TIMEOUT + 32)), None);
             if client >> 32 != other >> 32 {
-                prop_assert_eq!(hinted_port(hint, other, now, &SETTINGS), None);
+                prop_assert_eq!(hinted_port(hint, other, now), None);
             }
+        }
+
+        #[test]
+        fn a_record_is_counted_until_it_has_expired_and_never_in_a_bucket_of_the_past(now in 0..u32::MAX - 10_000, timeout in 1u32..TIMEOUT) {
+            let per_epoch = TIMEOUT.div_ceil(6);
+            let counted = expiry_epoch(now + timeout, per_epoch);
+            // It is emptied when its epoch begins, which is after the record's end, and its bucket is not one that is still to be emptied.
+            prop_assert!(counted * u64::from(per_epoch) > u64::from(now + timeout));
+            prop_assert!(counted > epoch(now, per_epoch) && counted < epoch(now, per_epoch) + HALF_OPEN_BUCKETS as u64);
         }
     }
 }

@@ -3,7 +3,7 @@
 //! SipHash-1-3's round (Aumasson and Bernstein) on 64-bit words: keyed, so that clients who don't know the seed cannot aim at a
 //! backend or a set; no multiplication wider than 64 bits and no tables, so that it is cheap in BPF.
 
-use crate::abi::{FlowKey4, Tuple4};
+use crate::abi::{Address, FlowKey, Tuple};
 
 /// A secret seed.
 pub type Seed = [u64; 2];
@@ -53,29 +53,49 @@ pub fn hash_words<const N: usize>(seed: &Seed, domain: u64, words: [u64; N]) -> 
 const DOMAIN_FLOW: u64 = 1;
 const DOMAIN_SOURCE: u64 = 2;
 
+/// An address as two words; IPv4 as the first.
 #[inline(always)]
-fn address_word(tuple: &Tuple4) -> u64 {
-    u64::from(tuple.source_be) << 32 | u64::from(tuple.destination_be)
+fn words<A: Address>(address: A) -> (u64, u64) {
+    let [a, b, c, d] = address.quads();
+    (u64::from(a) << 32 | u64::from(b), u64::from(c) << 32 | u64::from(d))
+}
+
+/// Both IPv4 addresses as one word.
+#[inline(always)]
+fn address_word<A: Address>(tuple: &Tuple<A>) -> u64 {
+    u64::from(tuple.source_be.quads()[0]) << 32 | u64::from(tuple.destination_be.quads()[0])
 }
 
 #[inline(always)]
-fn port_word(key: &FlowKey4) -> u64 {
-    u64::from(key.tuple.source_port_be) << 48
-        | u64::from(key.tuple.destination_port_be) << 32
-        | u64::from(key.segment) << 16
-        | u64::from(key.protocol)
+fn port_word<A: Address>(tuple: &Tuple<A>, segment: u16, protocol: u8) -> u64 {
+    u64::from(tuple.source_port_be) << 48
+        | u64::from(tuple.destination_port_be) << 32
+        | u64::from(segment) << 16
+        | u64::from(protocol)
 }
 
 /// Hash of a client's flow: client address and port, VIP, port, protocol, segment. Low half: backend; all of it: SNAT port.
 #[inline(always)]
-pub fn flow4(seed: &Seed, key: &FlowKey4) -> u64 {
-    hash_words(seed, DOMAIN_FLOW, [address_word(&key.tuple), port_word(key)])
+pub fn flow<A: Address>(seed: &Seed, key: &FlowKey<A>) -> u64 {
+    let ports = port_word(&key.tuple, key.segment, key.protocol);
+    if A::IS_V6 {
+        let (a, b) = words(key.tuple.source_be);
+        let (c, d) = words(key.tuple.destination_be);
+        hash_words(seed, DOMAIN_FLOW, [a, b, c, d, ports])
+    } else {
+        hash_words(seed, DOMAIN_FLOW, [address_word(&key.tuple), ports])
+    }
 }
 
 /// Hash of a client's address only: the same choice for all ports and VIPs that share a table (HAProxy's `balance source`).
 #[inline(always)]
-pub fn source4(seed: &Seed, client_be: u32) -> u64 {
-    hash_words(seed, DOMAIN_SOURCE, [u64::from(client_be)])
+pub fn source<A: Address>(seed: &Seed, client: A) -> u64 {
+    if A::IS_V6 {
+        let (a, b) = words(client);
+        hash_words(seed, DOMAIN_SOURCE, [a, b])
+    } else {
+        hash_words(seed, DOMAIN_SOURCE, [u64::from(client.quads()[0])])
+    }
 }
 
 /// Hash of a reverse tuple (backend, SNAT address and port): the owner word of a half-open record. Never zero.
@@ -83,12 +103,19 @@ pub fn source4(seed: &Seed, client_be: u32) -> u64 {
 /// Not keyed: the SNAT port in it is chosen by the keyed hash, so that no client can aim; two multiplications do (the finalizer of
 /// MurmurHash3, Appleby).
 #[inline(always)]
-pub fn reverse4(to: &Tuple4, segment: u16, protocol: u8) -> u32 {
-    let ports = (u64::from(to.source_port_be) << 48)
-        | (u64::from(to.destination_port_be) << 32)
-        | (u64::from(segment) << 16)
-        | u64::from(protocol);
-    let mut mixed = address_word(to).wrapping_mul(0xff51_afd7_ed55_8ccd);
+pub fn reverse<A: Address>(to: &Tuple<A>, segment: u16, protocol: u8) -> u32 {
+    let ports = port_word(to, segment, protocol);
+    let mut mixed = if A::IS_V6 {
+        let (a, b) = words(to.source_be);
+        let (c, d) = words(to.destination_be);
+        let mut mixed = 0u64;
+        for word in [a, b, c, d] {
+            mixed = (mixed ^ (mixed >> 33) ^ word).wrapping_mul(0xff51_afd7_ed55_8ccd);
+        }
+        mixed
+    } else {
+        address_word(to).wrapping_mul(0xff51_afd7_ed55_8ccd)
+    };
     mixed = (mixed ^ (mixed >> 33) ^ ports).wrapping_mul(0xc4ce_b9fe_1a85_ec53);
     ((mixed >> 32) as u32) | 1
 }
@@ -123,6 +150,8 @@ pub const fn half_open_set(port: u16, sets: u32) -> u32 {
 mod tests {
     use proptest::prelude::*;
 
+    use crate::abi::{FlowKey4, FlowKey6, Tuple4};
+
     use super::*;
 
     proptest! {
@@ -141,8 +170,24 @@ mod tests {
     #[test]
     fn another_seed_gives_another_choice() {
         let key = FlowKey4 { protocol: 6, ..FlowKey4::ZERO };
-        assert_ne!(flow4(&[1, 2], &key), flow4(&[1, 3], &key));
-        assert_ne!(flow4(&[1, 2], &key), flow4(&[2, 2], &key));
+        assert_ne!(flow(&[1, 2], &key), flow(&[1, 3], &key));
+        assert_ne!(flow(&[1, 2], &key), flow(&[2, 2], &key));
+    }
+
+    #[test]
+    fn every_word_of_an_ipv6_address_counts() {
+        let base = FlowKey6 { protocol: 6, ..FlowKey6::ZERO };
+        for word in 0..4 {
+            let mut key = base;
+            key.tuple.source_be[word] = 1;
+            assert_ne!(flow(&[1, 2], &key), flow(&[1, 2], &base));
+            assert_ne!(source(&[1, 2], key.tuple.source_be), source(&[1, 2], base.tuple.source_be));
+            assert_ne!(reverse(&key.tuple, 1, 6), reverse(&base.tuple, 1, 6));
+            let mut key = base;
+            key.tuple.destination_be[word] = 1;
+            assert_ne!(flow(&[1, 2], &key), flow(&[1, 2], &base));
+            assert_ne!(reverse(&key.tuple, 1, 6), reverse(&base.tuple, 1, 6));
+        }
     }
 
     #[test]
@@ -156,7 +201,7 @@ mod tests {
         for client in 0..160_000u32 {
             let key =
                 FlowKey4 { tuple: Tuple4 { source_be: client.to_be(), ..Tuple4::ZERO }, protocol: 6, ..FlowKey4::ZERO };
-            let port = snat_port(flow4(&[7, 9], &key), 0, 1024, 32767);
+            let port = snat_port(flow(&[7, 9], &key), 0, 1024, 32767);
             buckets[usize::from(port - 1024) * 16 / 31744] += 1;
         }
         assert!(buckets.iter().all(|&count| (9_500..10_500).contains(&count)), "{buckets:?}");

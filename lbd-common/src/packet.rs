@@ -6,7 +6,7 @@
 
 use network_types::arp::ArpHdr;
 
-use crate::abi::{FlowKey4, Mac, Tuple4};
+use crate::abi::{Address, Address4, Address6, FlowKey, Mac, Tuple, Tuple4, Tuple6};
 use crate::checksum::{Delta, fold};
 use crate::reason::Reason;
 use crate::tcp::{ACK, FIN, RST, SYN};
@@ -40,6 +40,12 @@ pub const ETHERNET: usize = 14;
 pub const IPV4: usize = 20;
 /// Length of an IPv4 header without options and of a TCP header without options, together.
 pub const IPV4_TCP: usize = 40;
+/// Length of an IPv6 header.
+pub const IPV6: usize = 40;
+/// Length of an IPv6 header and of a TCP header without options, together.
+pub const IPV6_TCP: usize = 60;
+/// Length of an 802.1Q tag.
+pub const VLAN_TAG: usize = 4;
 
 /// IPv4 header without options (RFC 791).
 #[repr(C)]
@@ -91,23 +97,147 @@ pub struct Tcp {
     pub urgent_be: u16,
 }
 
-/// IPv4 header without options and TCP header.
+/// IPv6 header (RFC 8200).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Ipv4Tcp {
-    /// IPv4.
-    pub ip: Ipv4,
+pub struct Ipv6 {
+    /// Version (4 bits), traffic class (8 bits), flow label (20 bits).
+    pub version_class_label_be: u32,
+    /// Length of what follows this header.
+    pub payload_length_be: u16,
+    /// Protocol of what follows, or an extension header.
+    pub next_header: u8,
+    /// Hop limit.
+    pub hop_limit: u8,
+    /// Source.
+    pub source_be: Address6,
+    /// Destination.
+    pub destination_be: Address6,
+}
+
+/// UDP header (RFC 768).
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Udp {
+    /// Source port.
+    pub source_port_be: u16,
+    /// Destination port.
+    pub destination_port_be: u16,
+    /// Length of header and payload.
+    pub length_be: u16,
+    /// Checksum, as it lies in memory; zero: not computed (IPv4 only).
+    pub checksum: u16,
+}
+
+/// IP header and TCP header, both without options.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TcpPacket<A: Family> {
+    /// IP.
+    pub ip: A::Header,
     /// TCP.
     pub tcp: Tcp,
 }
 
-const _: () = assert!(size_of::<Ipv4>() == IPV4 && size_of::<Ipv4Tcp>() == IPV4_TCP);
+/// IP header without options and UDP header.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UdpPacket<A: Family> {
+    /// IP.
+    pub ip: A::Header,
+    /// UDP.
+    pub udp: Udp,
+}
 
-impl Ipv4 {
+/// TCP over IPv4.
+pub type Ipv4Tcp = TcpPacket<Address4>;
+/// TCP over IPv6.
+pub type Ipv6Tcp = TcpPacket<Address6>;
+/// UDP over IPv4.
+pub type Ipv4Udp = UdpPacket<Address4>;
+/// UDP over IPv6.
+pub type Ipv6Udp = UdpPacket<Address6>;
+
+const _: () = assert!(size_of::<Ipv4>() == IPV4 && size_of::<Ipv4Tcp>() == IPV4_TCP && size_of::<Ipv4Udp>() == 28);
+const _: () = assert!(size_of::<Ipv6>() == IPV6 && size_of::<Ipv6Tcp>() == IPV6_TCP && size_of::<Ipv6Udp>() == 48);
+
+/// An address family's packets.
+pub trait Family: Address {
+    /// Its IP header without options.
+    type Header: IpHeader<Self>;
+    /// ICMP's protocol number.
+    const ICMP: u8;
+    /// Smallest MTU that a path can have (RFC 791: 576 is what every host takes; RFC 8200).
+    const MIN_MTU: u32;
+
+    /// Whether an address can be a client's.
+    fn is_plausible_source(self) -> bool;
+}
+
+/// An IP header without options.
+pub trait IpHeader<A>: Copy {
+    /// Length of the header.
+    const LENGTH: usize;
+
     /// Whether the header is well-formed, whole, without options and not a fragment; else why not. `available` is the number of
     /// bytes from the header to the end of the frame.
+    fn verify(&self, available: usize) -> Result<(), Reason>;
+    /// Protocol of what follows.
+    fn protocol(&self) -> u8;
+    /// Length of the packet with its header.
+    fn total_length(&self) -> u32;
+    /// TTL or hop limit.
+    fn hops(&self) -> u8;
+    /// Source.
+    fn source(&self) -> A;
+    /// Destination.
+    fn destination(&self) -> A;
+    /// The addresses become those of `to`, the TTL one less; the header's checksum follows incrementally. `addresses` is what the change
+    /// of addresses adds to a checksum. The TTL must be above 1.
+    fn rewrite(&mut self, addresses: Delta, to: &Tuple<A>);
+    /// A header from `source` to `destination`, with `payload` bytes of `protocol` to follow, and the TTL 64.
+    fn new(source: A, destination: A, protocol: u8, payload: u16) -> Self;
+    /// Sum of the pseudo-header (RFC 9293 §3.1, RFC 8200 §8.1) over `payload` bytes of `protocol`, not folded.
+    fn pseudo(&self, protocol: u8, payload: u16) -> u64;
+}
+
+/// Sum of an address's words, not folded.
+#[inline(always)]
+fn address_sum<A: Address>(address: A) -> u64 {
+    let [a, b, c, d] = address.quads();
+    a as u64 + b as u64 + c as u64 + d as u64
+}
+
+impl Family for Address4 {
+    type Header = Ipv4;
+    const ICMP: u8 = ICMP;
+    const MIN_MTU: u32 = 576;
+
+    /// Not "this network" (RFC 1122), loopback, multicast, reserved or broadcast (RFC 6890).
     #[inline(always)]
-    pub const fn verify(&self, available: usize) -> Result<(), Reason> {
+    fn is_plausible_source(self) -> bool {
+        let first = self.to_ne_bytes()[0];
+        first != 0 && first != 127 && first < 224
+    }
+}
+
+impl Family for Address6 {
+    type Header = Ipv6;
+    const ICMP: u8 = ICMPV6;
+    const MIN_MTU: u32 = 1280;
+
+    /// Not unspecified, loopback, IPv4-mapped (all in `::/32` or so, none of it given out: RFC 4291 §2.5) or a group.
+    #[inline(always)]
+    fn is_plausible_source(self) -> bool {
+        self[0] != 0 && self[0].to_ne_bytes()[0] != 0xff
+    }
+}
+
+impl IpHeader<Address4> for Ipv4 {
+    const LENGTH: usize = IPV4;
+
+    #[inline(always)]
+    fn verify(&self, available: usize) -> Result<(), Reason> {
         if self.version_length != 0x45 {
             // Options are lengths 6 to 15; below 5, and another version, are lies.
             let options = self.version_length >> 4 == 4 && self.version_length & 15 > 5;
@@ -122,6 +252,164 @@ impl Ipv4 {
         }
         Ok(())
     }
+
+    #[inline(always)]
+    fn protocol(&self) -> u8 {
+        self.protocol
+    }
+
+    #[inline(always)]
+    fn total_length(&self) -> u32 {
+        u16::from_be(self.total_length_be) as u32
+    }
+
+    #[inline(always)]
+    fn hops(&self) -> u8 {
+        self.ttl
+    }
+
+    #[inline(always)]
+    fn source(&self) -> Address4 {
+        self.source_be
+    }
+
+    #[inline(always)]
+    fn destination(&self) -> Address4 {
+        self.destination_be
+    }
+
+    #[inline(always)]
+    fn rewrite(&mut self, addresses: Delta, to: &Tuple4) {
+        let before = u16::from_ne_bytes([self.ttl, self.protocol]);
+        let ttl = self.ttl.wrapping_sub(1);
+        let after = u16::from_ne_bytes([ttl, self.protocol]);
+        self.ttl = ttl;
+        self.checksum = addresses.word(before, after).apply(self.checksum);
+        self.source_be = to.source_be;
+        self.destination_be = to.destination_be;
+    }
+
+    #[inline(always)]
+    fn new(source: Address4, destination: Address4, protocol: u8, payload: u16) -> Self {
+        let mut header = Self {
+            version_length: 0x45,
+            services: 0,
+            total_length_be: (IPV4 as u16 + payload).to_be(),
+            identification_be: 0,
+            fragment_be: 0x4000u16.to_be(),
+            ttl: 64,
+            protocol,
+            checksum: 0,
+            source_be: source,
+            destination_be: destination,
+        };
+        header.checksum = !fold(
+            address_sum(source)
+                + address_sum(destination)
+                + u16::from_ne_bytes([0x45, 0]) as u64
+                + header.total_length_be as u64
+                + header.fragment_be as u64
+                + u16::from_ne_bytes([64, protocol]) as u64,
+        );
+        header
+    }
+
+    #[inline(always)]
+    fn pseudo(&self, protocol: u8, payload: u16) -> u64 {
+        address_sum(self.source_be)
+            + address_sum(self.destination_be)
+            + u16::from_ne_bytes([0, protocol]) as u64
+            + payload.to_be() as u64
+    }
+}
+
+/// Next header: a fragment (RFC 8200 §4.5).
+const IPV6_FRAGMENT: u8 = 44;
+/// Next headers that are extensions (RFC 8200 §4.1, RFC 4302, RFC 4303, RFC 7401): hop-by-hop, routing, encapsulating security,
+/// authentication, destination options, mobility, host identity, shim6.
+const IPV6_EXTENSIONS: [u8; 8] = [0, 43, 50, 51, 60, 135, 139, 140];
+
+impl IpHeader<Address6> for Ipv6 {
+    const LENGTH: usize = IPV6;
+
+    #[inline(always)]
+    fn verify(&self, available: usize) -> Result<(), Reason> {
+        if self.version_class_label_be.to_ne_bytes()[0] >> 4 != 6 || self.total_length() as usize > available {
+            return Err(Reason::Malformed);
+        }
+        if self.next_header == IPV6_FRAGMENT {
+            return Err(Reason::FragmentOrphan);
+        }
+        if is_extension(self.next_header) {
+            return Err(Reason::IpOptions);
+        }
+        Ok(())
+    }
+
+    #[inline(always)]
+    fn protocol(&self) -> u8 {
+        self.next_header
+    }
+
+    #[inline(always)]
+    fn total_length(&self) -> u32 {
+        IPV6 as u32 + u16::from_be(self.payload_length_be) as u32
+    }
+
+    #[inline(always)]
+    fn hops(&self) -> u8 {
+        self.hop_limit
+    }
+
+    #[inline(always)]
+    fn source(&self) -> Address6 {
+        self.source_be
+    }
+
+    #[inline(always)]
+    fn destination(&self) -> Address6 {
+        self.destination_be
+    }
+
+    #[inline(always)]
+    fn rewrite(&mut self, _addresses: Delta, to: &Tuple6) {
+        self.hop_limit = self.hop_limit.wrapping_sub(1);
+        self.source_be = to.source_be;
+        self.destination_be = to.destination_be;
+    }
+
+    #[inline(always)]
+    fn new(source: Address6, destination: Address6, protocol: u8, payload: u16) -> Self {
+        Self {
+            version_class_label_be: 0x6000_0000u32.to_be(),
+            payload_length_be: payload.to_be(),
+            next_header: protocol,
+            hop_limit: 64,
+            source_be: source,
+            destination_be: destination,
+        }
+    }
+
+    #[inline(always)]
+    fn pseudo(&self, protocol: u8, payload: u16) -> u64 {
+        address_sum(self.source_be)
+            + address_sum(self.destination_be)
+            + u16::from_ne_bytes([0, protocol]) as u64
+            + payload.to_be() as u64
+    }
+}
+
+/// Whether an IPv6 next header is an extension header other than a fragment's.
+#[inline(always)]
+pub const fn is_extension(next_header: u8) -> bool {
+    let mut index = 0;
+    while index < IPV6_EXTENSIONS.len() {
+        if IPV6_EXTENSIONS[index] == next_header {
+            return true;
+        }
+        index += 1;
+    }
+    false
 }
 
 impl Ipv4Tcp {
@@ -136,19 +424,36 @@ impl Ipv4Tcp {
         // SAFETY: as above.
         unsafe { core::mem::transmute(self) }
     }
+}
 
-    /// Whether this is an unfragmented TCP segment over IPv4 without options, whose length fields fit into `available` bytes from
+impl Ipv6Tcp {
+    /// Headers from the bytes of a packet.
+    pub const fn from_bytes(bytes: [u8; IPV6_TCP]) -> Self {
+        // SAFETY: same size, no padding, and any bytes are valid in integers.
+        unsafe { core::mem::transmute(bytes) }
+    }
+
+    /// Headers as bytes.
+    pub const fn to_bytes(self) -> [u8; IPV6_TCP] {
+        // SAFETY: as above.
+        unsafe { core::mem::transmute(self) }
+    }
+}
+
+impl<A: Family> TcpPacket<A> {
+    /// Length of both headers without options.
+    pub const LENGTH: usize = A::Header::LENGTH + 20;
+
+    /// Whether this is an unfragmented TCP segment without IP options, whose length fields fit into `available` bytes from
     /// the IP header to the end of the frame; else why not.
     #[inline(always)]
-    pub const fn verify(&self, available: usize) -> Result<(), Reason> {
-        if let Err(reason) = self.ip.verify(available) {
-            return Err(reason);
-        }
-        if self.ip.protocol != TCP {
+    pub fn verify(&self, available: usize) -> Result<(), Reason> {
+        self.ip.verify(available)?;
+        if self.ip.protocol() != TCP {
             return Err(Reason::UnservedProtocol);
         }
         let header = self.tcp_header_length();
-        if header < 20 || IPV4 as u32 + header > self.total_length() {
+        if header < 20 || A::Header::LENGTH as u32 + header > self.total_length() {
             return Err(Reason::Malformed);
         }
         Ok(())
@@ -156,8 +461,8 @@ impl Ipv4Tcp {
 
     /// Total length of the IP packet: what counts as bytes (Ethernet padding doesn't).
     #[inline(always)]
-    pub const fn total_length(&self) -> u32 {
-        u16::from_be(self.ip.total_length_be) as u32
+    pub fn total_length(&self) -> u32 {
+        self.ip.total_length()
     }
 
     /// Length of the TCP header with options.
@@ -180,13 +485,13 @@ impl Ipv4Tcp {
 
     /// Bytes of payload. Right only after [`Self::verify`].
     #[inline(always)]
-    pub const fn payload_length(&self) -> u32 {
-        self.total_length().wrapping_sub(IPV4 as u32).wrapping_sub(self.tcp_header_length())
+    pub fn payload_length(&self) -> u32 {
+        self.total_length().wrapping_sub(A::Header::LENGTH as u32).wrapping_sub(self.tcp_header_length())
     }
 
     /// Sequence number after this segment: payload, SYN and FIN count (RFC 9293 §3.4).
     #[inline(always)]
-    pub const fn sequence_end(&self) -> u32 {
+    pub fn sequence_end(&self) -> u32 {
         let flags = self.tcp.flags;
         self.sequence()
             .wrapping_add(self.payload_length())
@@ -196,10 +501,10 @@ impl Ipv4Tcp {
 
     /// Addresses and ports.
     #[inline(always)]
-    pub const fn tuple(&self) -> Tuple4 {
-        Tuple4 {
-            source_be: self.ip.source_be,
-            destination_be: self.ip.destination_be,
+    pub fn tuple(&self) -> Tuple<A> {
+        Tuple {
+            source_be: self.ip.source(),
+            destination_be: self.ip.destination(),
             source_port_be: self.tcp.source_port_be,
             destination_port_be: self.tcp.destination_port_be,
         }
@@ -207,77 +512,112 @@ impl Ipv4Tcp {
 
     /// Key of the flow that this packet belongs to.
     #[inline(always)]
-    pub const fn key(&self, segment: u16) -> FlowKey4 {
-        FlowKey4 { tuple: self.tuple(), segment, protocol: TCP, pad: 0 }
+    pub fn key(&self, segment: u16) -> FlowKey<A> {
+        FlowKey { tuple: self.tuple(), segment, protocol: TCP, pad: 0 }
     }
 
-    /// Addresses and ports become `to`, the TTL one less; both checksums follow incrementally. The TTL must be above 1.
+    /// Addresses and ports become `to`, the TTL one less; all checksums follow incrementally. The TTL must be above 1.
     #[inline(always)]
-    pub const fn rewrite(&mut self, from: &Tuple4, to: &Tuple4) {
+    pub fn rewrite(&mut self, from: &Tuple<A>, to: &Tuple<A>) {
         let addresses = Delta::NONE.addresses(from, to);
-        let before = u16::from_ne_bytes([self.ip.ttl, self.ip.protocol]);
-        let ttl = self.ip.ttl.wrapping_sub(1);
-        let after = u16::from_ne_bytes([ttl, self.ip.protocol]);
-        self.ip.ttl = ttl;
-        self.ip.checksum = addresses.word(before, after).apply(self.ip.checksum);
-        self.ip.source_be = to.source_be;
-        self.ip.destination_be = to.destination_be;
+        self.ip.rewrite(addresses, to);
         self.tcp.source_port_be = to.source_port_be;
         self.tcp.destination_port_be = to.destination_port_be;
         self.tcp.checksum = addresses.ports(from, to).apply(self.tcp.checksum);
     }
 
-    /// The RST that refuses this segment, as if from its destination (RFC 9293 §3.10.7.1); `None` for a RST.
+    /// A segment without payload and options: `flags` from `tuple`'s source to its destination. Sequence numbers are in host order.
     #[inline(always)]
-    pub const fn refusal(&self) -> Option<Self> {
-        let flags = self.tcp.flags;
-        if flags & RST != 0 {
-            return None;
-        }
-        let (sequence_be, acknowledgement_be, answer) = if flags & ACK != 0 {
-            (self.tcp.acknowledgement_be, 0, RST)
-        } else {
-            (0, self.sequence_end().to_be(), RST | ACK)
-        };
-        let mut reset = Self {
-            ip: Ipv4 {
-                version_length: 0x45,
-                services: 0,
-                total_length_be: (IPV4_TCP as u16).to_be(),
-                identification_be: 0,
-                fragment_be: 0x4000u16.to_be(),
-                ttl: 64,
-                protocol: TCP,
-                checksum: 0,
-                source_be: self.ip.destination_be,
-                destination_be: self.ip.source_be,
-            },
+    pub fn bare(tuple: &Tuple<A>, sequence: u32, acknowledgement: u32, flags: u8) -> Self {
+        let mut segment = Self {
+            ip: A::Header::new(tuple.source_be, tuple.destination_be, TCP, 20),
             tcp: Tcp {
-                source_port_be: self.tcp.destination_port_be,
-                destination_port_be: self.tcp.source_port_be,
-                sequence_be,
-                acknowledgement_be,
+                source_port_be: tuple.source_port_be,
+                destination_port_be: tuple.destination_port_be,
+                sequence_be: sequence.to_be(),
+                acknowledgement_be: acknowledgement.to_be(),
                 offset: 5 << 4,
-                flags: answer,
+                flags,
                 window_be: 0,
                 checksum: 0,
                 urgent_be: 0,
             },
         };
-        let addresses = reset.ip.source_be as u64 + reset.ip.destination_be as u64;
-        let ip_rest = u16::from_ne_bytes([0x45, 0]) as u64
-            + reset.ip.total_length_be as u64
-            + reset.ip.fragment_be as u64
-            + u16::from_ne_bytes([64, TCP]) as u64;
-        let pseudo_rest = u16::from_ne_bytes([0, TCP]) as u64 + 20u16.to_be() as u64;
-        let tcp = reset.tcp.source_port_be as u64
-            + reset.tcp.destination_port_be as u64
-            + sequence_be as u64
-            + acknowledgement_be as u64
-            + u16::from_ne_bytes([5 << 4, answer]) as u64;
-        reset.ip.checksum = !fold(addresses + ip_rest);
-        reset.tcp.checksum = !fold(addresses + pseudo_rest + tcp);
-        Some(reset)
+        let sum = segment.ip.pseudo(TCP, 20)
+            + segment.tcp.source_port_be as u64
+            + segment.tcp.destination_port_be as u64
+            + segment.tcp.sequence_be as u64
+            + segment.tcp.acknowledgement_be as u64
+            + u16::from_ne_bytes([5 << 4, flags]) as u64;
+        segment.tcp.checksum = !fold(sum);
+        segment
+    }
+
+    /// The RST that refuses this segment, as if from its destination (RFC 9293 §3.10.7.1); `None` for a RST.
+    #[inline(always)]
+    pub fn refusal(&self) -> Option<Self> {
+        let flags = self.tcp.flags;
+        if flags & RST != 0 {
+            return None;
+        }
+        let back = self.tuple().turned();
+        Some(if flags & ACK != 0 {
+            Self::bare(&back, self.acknowledgement(), 0, RST)
+        } else {
+            Self::bare(&back, 0, self.sequence_end(), RST | ACK)
+        })
+    }
+}
+
+impl<A: Family> UdpPacket<A> {
+    /// Length of both headers.
+    pub const LENGTH: usize = A::Header::LENGTH + 8;
+
+    /// Whether this is an unfragmented UDP datagram without IP options, whose length fields fit into `available` bytes from
+    /// the IP header to the end of the frame; else why not.
+    #[inline(always)]
+    pub fn verify(&self, available: usize) -> Result<(), Reason> {
+        self.ip.verify(available)?;
+        if self.ip.protocol() != UDP {
+            return Err(Reason::UnservedProtocol);
+        }
+        let length = u16::from_be(self.udp.length_be) as u32;
+        if length < 8 || A::Header::LENGTH as u32 + length > self.ip.total_length() {
+            return Err(Reason::Malformed);
+        }
+        // RFC 8200 §8.1: receivers discard UDP over IPv6 without a checksum.
+        if A::IS_V6 && self.udp.checksum == 0 {
+            return Err(Reason::UdpNoChecksum);
+        }
+        Ok(())
+    }
+
+    /// Addresses and ports.
+    #[inline(always)]
+    pub fn tuple(&self) -> Tuple<A> {
+        Tuple {
+            source_be: self.ip.source(),
+            destination_be: self.ip.destination(),
+            source_port_be: self.udp.source_port_be,
+            destination_port_be: self.udp.destination_port_be,
+        }
+    }
+
+    /// Key of the flow that this datagram belongs to.
+    #[inline(always)]
+    pub fn key(&self, segment: u16) -> FlowKey<A> {
+        FlowKey { tuple: self.tuple(), segment, protocol: UDP, pad: 0 }
+    }
+
+    /// Addresses and ports become `to`, the TTL one less; all checksums follow incrementally, and none stays none. The TTL must
+    /// be above 1.
+    #[inline(always)]
+    pub fn rewrite(&mut self, from: &Tuple<A>, to: &Tuple<A>) {
+        let addresses = Delta::NONE.addresses(from, to);
+        self.ip.rewrite(addresses, to);
+        self.udp.source_port_be = to.source_port_be;
+        self.udp.destination_port_be = to.destination_port_be;
+        self.udp.checksum = addresses.ports(from, to).apply_udp(self.udp.checksum);
     }
 }
 
@@ -288,10 +628,10 @@ pub const OPTION_END: u8 = 0;
 /// Kind of the option that is padding, 1 byte long.
 pub const OPTION_NONE: u8 = 1;
 
-/// MSS that fits an MTU: without IPv4 and TCP headers (RFC 6691).
+/// MSS that fits an MTU: without IP and TCP headers (RFC 6691).
 #[inline(always)]
-pub const fn mss4(mtu: u32) -> u32 {
-    mtu.saturating_sub(IPV4_TCP as u32)
+pub const fn mss<A: Family>(mtu: u32) -> u32 {
+    mtu.saturating_sub(TcpPacket::<A>::LENGTH as u32)
 }
 
 /// TCP checksum after the two bytes of an MSS became others. `odd`: the first lies at an odd offset of the TCP header, so that it is the
@@ -304,13 +644,6 @@ pub const fn mss_checksum(checksum: u16, old: [u8; 2], new: [u8; 2], odd: bool) 
     } else {
         Delta::NONE.word(old, new).apply(checksum)
     }
-}
-
-/// Whether an address can be a client's: not "this network" (RFC 1122), loopback, multicast, reserved or broadcast (RFC 6890).
-#[inline(always)]
-pub const fn plausible_source4(address_be: u32) -> bool {
-    let first = address_be.to_ne_bytes()[0];
-    first != 0 && first != 127 && first < 224
 }
 
 /// Whether a MAC is a group address.

@@ -143,6 +143,22 @@ reasons! {
     StaleAnswer = 45, "stale_answer", Reject;
     /// translated and sent, but not taken by the outgoing interface's driver: see `lbd check`
     RedirectFailed = 46, "redirect_failed", Drop;
+    /// UDP over IPv6 without a checksum
+    UdpNoChecksum = 47, "udp_no_checksum", Drop;
+    /// the tenant has all the half-open connections it may have
+    TenantHalfOpen = 48, "tenant_half_open", Drop;
+    /// the tenant has all the UDP flows it may have
+    TenantUdp = 49, "tenant_udp", Drop;
+    /// the search for a free SNAT port was put off: too many at once
+    SnatBusy = 50, "snat_busy", Drop;
+    /// more than one VLAN tag
+    DoubleTag = 51, "double_tag", Drop;
+    /// neighbour solicitation for one of our addresses, answered
+    Neighbour = 52, "neighbour_answered", Answer;
+    /// neighbour discovery that is not about our addresses
+    NeighbourOther = 53, "neighbour_other", Pass;
+    /// UDP datagram to a SNAT port that matches no flow
+    StrayDatagram = 54, "stray_datagram", Drop;
 }
 
 const _: () = {

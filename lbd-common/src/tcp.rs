@@ -1,6 +1,6 @@
 //! Sequence arithmetic and the life of a flow.
 
-use crate::abi::{FLOW_FIN, FLOW_PEER_FIN, FLOW_RESET, Settings};
+use crate::abi::{FLOW_FIN, FLOW_PEER_FIN, FLOW_REPLIED, FLOW_RESET, FLOW_UDP, Settings, Timeouts};
 
 /// FIN.
 pub const FIN: u8 = 1 << 0;
@@ -42,16 +42,33 @@ pub const fn closed(state: u16) -> bool {
 }
 
 /// Ticks without a packet after which a flow is over. A flow closed by FIN is kept at least as long as its reverse tuple must stay
-/// away from other clients (`tombstone`), so that both halves end together.
+/// away from other clients (`tombstone`), so that both halves end together. `used` of `limit` flows are the tenant's.
 #[inline(always)]
-pub const fn lifetime(state: u16, settings: &Settings) -> u32 {
-    if state & FLOW_RESET != 0 {
-        settings.tcp_reset
+pub const fn lifetime(state: u16, timeouts: &Timeouts, settings: &Settings, used: u64, limit: u32) -> u32 {
+    if state & FLOW_UDP != 0 {
+        let timeout = if state & FLOW_REPLIED != 0 { timeouts.udp_replied } else { timeouts.udp_unreplied };
+        shrunk(timeout, used, limit)
+    } else if state & FLOW_RESET != 0 {
+        shrunk(timeouts.tcp_reset, used, limit)
     } else if closed(state) {
-        if settings.tcp_fin > settings.tombstone { settings.tcp_fin } else { settings.tombstone }
+        let timeout = shrunk(timeouts.tcp_fin, used, limit);
+        if timeout > settings.tombstone { timeout } else { settings.tombstone }
     } else {
-        settings.tcp_established
+        timeouts.tcp_established
     }
+}
+
+/// A timeout that gets shorter the more of its limit a tenant uses: whole up to a half, then in equal steps, an eighth at the limit.
+/// Limit 0 = none. `used` is signed: an end may be counted before its beginning.
+#[inline(always)]
+pub const fn shrunk(timeout: u32, used: u64, limit: u32) -> u32 {
+    let half = (limit / 2) as u64;
+    if limit < 2 || (used as i64) <= half as i64 {
+        return timeout;
+    }
+    let over = if used >= limit as u64 { half } else { used - half };
+    let eighths = 8 - over * 7 / half;
+    (timeout as u64 * eighths / 8) as u32
 }
 
 /// Ticks from `then` to `now`; 0 if another CPU's clock is a tick ahead.
@@ -84,11 +101,45 @@ mod tests {
 
     #[test]
     fn lifetimes() {
-        let settings = Settings { tcp_established: 1000, tcp_fin: 60, tombstone: 75, tcp_reset: 10, ..Settings::ZERO };
-        assert_eq!(lifetime(0, &settings), 1000);
-        assert_eq!(lifetime(FLOW_FIN, &settings), 1000);
-        assert_eq!(lifetime(FLOW_FIN | FLOW_PEER_FIN, &settings), 75);
-        assert_eq!(lifetime(FLOW_RESET | FLOW_FIN, &settings), 10);
+        let settings = Settings { tombstone: 75, ..Settings::ZERO };
+        let timeouts = Timeouts {
+            tcp_established: 1000,
+            tcp_half_open: 30,
+            tcp_fin: 60,
+            tcp_reset: 10,
+            udp_unreplied: 30,
+            udp_replied: 180,
+        };
+        let life = |state, used| lifetime(state, &timeouts, &settings, used, 100);
+        assert_eq!(life(0, 0), 1000);
+        assert_eq!(life(0, 100), 1000, "established flows are never cut short");
+        assert_eq!(life(FLOW_FIN, 0), 1000);
+        assert_eq!(life(FLOW_FIN | FLOW_PEER_FIN, 0), 75);
+        assert_eq!(life(FLOW_RESET | FLOW_FIN, 0), 10);
+        assert_eq!(life(FLOW_UDP, 0), 30);
+        assert_eq!(life(FLOW_UDP | FLOW_REPLIED, 50), 180);
+        assert_eq!(life(FLOW_UDP | FLOW_REPLIED, 100), 22);
+        assert_eq!(life(FLOW_FIN | FLOW_PEER_FIN, 100), 75, "a tombstone is never cut short");
+    }
+
+    #[test]
+    fn timeouts_shrink_with_the_second_half_of_the_limit() {
+        assert_eq!(shrunk(800, 0, 0), 800);
+        assert_eq!(shrunk(800, u64::MAX, 100), 800, "an end counted before its beginning");
+        assert_eq!(shrunk(800, 50, 100), 800);
+        assert_eq!(shrunk(800, 75, 100), 500);
+        assert_eq!(shrunk(800, 100, 100), 100);
+        assert_eq!(shrunk(800, 1_000_000, 100), 100);
+        let mut last = 800;
+        for used in 0..=100 {
+            let now = shrunk(800, used, 100);
+            assert!(now <= last);
+            last = now;
+        }
+    }
+
+    #[test]
+    fn clocks_may_differ_by_a_tick() {
         assert_eq!(elapsed(10, 11), 0);
         assert_eq!(elapsed(3, u32::MAX - 1), 5);
     }

@@ -65,7 +65,8 @@ impl Datapath {
                 .override_global(abi::GLOBAL_SEGMENT_BASE, &base, true)
                 .override_global(abi::GLOBAL_IFINDEX, &index, true)
                 .map_max_entries(names::FLOWS4, abi::flow_entries(max_flows))
-                .map_max_entries(names::AGEING4, abi::flow_entries(max_flows));
+                .map_max_entries(names::AGEING4, abi::flow_entries(max_flows))
+                .map_max_entries(names::ENDED4, abi::flow_entries(max_flows));
             for name in names::SHARED {
                 loader.map_pin_path(name, pins.path().join(name));
             }
@@ -104,14 +105,14 @@ impl Datapath {
     }
 
     /// Runs the control program.
-    pub fn control(&self, request: &abi::ControlRequest) -> Result<abi::ControlRequest> {
+    pub fn control<A: abi::Address>(&self, request: &abi::ControlRequest<A>) -> Result<abi::ControlRequest<A>> {
         let control: &Xdp = self.nics[0].program(names::CONTROL).context("lbd_control")?.try_into()?;
-        let outcome = run_program(control, zerocopy_bytes(request))?;
+        let outcome = run_program(control, bytemuck::bytes_of(request))?;
         if outcome.action != PASS {
             bail!("the control program refused {request:?}");
         }
-        let mut answer = abi::ControlRequest::ZERO;
-        zerocopy_bytes_mut(&mut answer).copy_from_slice(&outcome.frame[..size_of::<abi::ControlRequest>()]);
+        let mut answer = abi::ControlRequest::<A>::ZERO;
+        bytemuck::bytes_of_mut(&mut answer).copy_from_slice(&outcome.frame[..size_of::<abi::ControlRequest<A>>()]);
         Ok(answer)
     }
 
@@ -193,14 +194,6 @@ fn run_program(program: &Xdp, frame: &[u8]) -> Result<Outcome> {
         program.test_run(TestRunOptions { data_in: Some(frame), data_out: Some(&mut out), ..TestRunOptions::new() })?;
     out.truncate(result.data_size_out as usize);
     Ok(Outcome { action: result.return_value, frame: out })
-}
-
-fn zerocopy_bytes(request: &abi::ControlRequest) -> &[u8] {
-    zerocopy::IntoBytes::as_bytes(request)
-}
-
-fn zerocopy_bytes_mut(request: &mut abi::ControlRequest) -> &mut [u8] {
-    zerocopy::IntoBytes::as_mut_bytes(request)
 }
 
 /// A BPF file system of its own, to pin the shared maps in; gone when dropped.
@@ -288,23 +281,30 @@ pub mod bench {
             abi: abi::ABI_VERSION,
             seed: [0x0123_4567_89ab_cdef, 0xfedc_ba98_7654_3210],
             ticks_per_second_256: TICKS_PER_SECOND * 256,
+            tombstone: 75 * TICKS_PER_SECOND,
+            grace: 2,
+            rejects_per_tick: 1000,
+            half_open_epoch: 5 * TICKS_PER_SECOND,
+            ..abi::Settings::ZERO
+        }
+    }
+
+    /// Timeouts of all frontends.
+    pub const fn timeouts() -> abi::Timeouts {
+        abi::Timeouts {
             tcp_established: 24 * 3600 * TICKS_PER_SECOND,
             tcp_half_open: 30 * TICKS_PER_SECOND,
             tcp_fin: 60 * TICKS_PER_SECOND,
             tcp_reset: 10 * TICKS_PER_SECOND,
             udp_unreplied: 30 * TICKS_PER_SECOND,
             udp_replied: 180 * TICKS_PER_SECOND,
-            tombstone: 75 * TICKS_PER_SECOND,
-            grace: 2,
-            rejects_per_tick: 1000,
-            half_open_sets: abi::HALF_OPEN_SETS,
-            ..abi::Settings::ZERO
         }
     }
 
     /// Fills the maps with `nodes` of the bench's nodes behind the frontend.
     pub fn fill(datapath: &mut Datapath, nodes: usize) -> Result<()> {
         datapath.array(names::SETTINGS)?.set(0, settings(), 0)?;
+        datapath.array(names::TIMEOUTS)?.set(0, timeouts(), 0)?;
         let mut segments: Array<&mut MapData, abi::Segment> = datapath.array(names::SEGMENTS)?;
         segments.set(
             abi::segment_index(TENANT_NIC as u32, 0),
@@ -318,6 +318,7 @@ pub mod bench {
                 network4_be: u32::from(Ipv4Addr::new(192, 0, 2, 0)).to_be(),
                 mask4_be: u32::from(Ipv4Addr::new(255, 255, 255, 0)).to_be(),
                 mtu: 1500,
+                mask6_be: [u32::MAX; 4],
                 ..abi::Segment::ZERO
             },
             0,
@@ -331,6 +332,7 @@ pub mod bench {
                 network4_be: u32::from(Ipv4Addr::new(10, 0, 0, 0)).to_be(),
                 mask4_be: u32::from(Ipv4Addr::new(255, 255, 255, 0)).to_be(),
                 mtu: 1500,
+                mask6_be: [u32::MAX; 4],
                 ..abi::Segment::ZERO
             },
             0,

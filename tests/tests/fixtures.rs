@@ -624,7 +624,11 @@ fn a_one_armed_backend_is_reached_by_xdp_tx() -> Result<()> {
 #[ignore = "needs root"]
 fn limits_of_a_tenant_refuse_its_new_connections_only() -> Result<()> {
     let mut datapath = one_node()?;
-    let limits = |max_flows, new_flows_per_second| abi::Tenant { max_flows, new_flows_per_second, ..abi::Tenant::ZERO };
+    let limits = |max_flows, new_flows_per_second| abi::Tenant {
+        families: [abi::FamilyLimits { flows: max_flows, ..abi::FamilyLimits::ZERO }; 2],
+        new_flows_per_second,
+        ..abi::Tenant::ZERO
+    };
     datapath.array(names::TENANTS)?.set(u32::from(bench::TENANT), limits(2, 0), 0)?;
     connect(&datapath, (bench::CLIENT, 1))?;
     connect(&datapath, (bench::CLIENT, 2))?;
@@ -645,7 +649,7 @@ fn limits_of_a_tenant_refuse_its_new_connections_only() -> Result<()> {
 
 fn age(datapath: &Datapath, rounds: u32) -> Result<()> {
     for _ in 0..rounds {
-        let request = abi::ControlRequest { command: abi::control::AGE, count: 64, ..abi::ControlRequest::ZERO };
+        let request = abi::ControlRequest4 { command: abi::control::AGE, count: 64, ..abi::ControlRequest4::ZERO };
         datapath.control(&request)?;
         std::thread::sleep(std::time::Duration::from_millis(120));
     }
@@ -660,7 +664,7 @@ fn flows_end_by_the_clock_hand_and_both_halves_together() -> Result<()> {
     let syn = connect(&datapath, source)?;
     let idle = connect(&datapath, (bench::CLIENT, 40001))?;
     let used = |datapath: &mut Datapath| -> Result<u64> {
-        Ok(datapath.array::<abi::TenantUse>(names::TENANT_USE)?.get(&u32::from(bench::TENANT), 0)?.flows)
+        Ok(datapath.array::<abi::TenantUse>(names::TENANT_USE)?.get(&u32::from(bench::TENANT), 0)?.families[0].flows)
     };
     assert_eq!(used(&mut datapath)?, 2);
     // FIN both ways.
@@ -668,7 +672,8 @@ fn flows_end_by_the_clock_hand_and_both_halves_together() -> Result<()> {
     forwarded(&datapath, HUB_NIC, &answer(&syn, FIN | ACK, BACKEND_SEQUENCE + 1))?;
     age(&datapath, 2)?;
     assert_eq!(datapath.live_halves()?, 4, "a closed flow stays as long as its tuple must");
-    let quick = abi::Settings { tcp_fin: 1, tombstone: 1, ..bench::settings() };
+    let quick = abi::Settings { tombstone: 1, ..bench::settings() };
+    datapath.array(names::TIMEOUTS)?.set(0, abi::Timeouts { tcp_fin: 1, ..bench::timeouts() }, 0)?;
     datapath.array(names::SETTINGS)?.set(0, quick, 0)?;
     age(&datapath, 8)?;
     let flows = datapath.hash::<abi::FlowKey4, abi::Flow4>(names::FLOWS4)?;
@@ -760,7 +765,7 @@ fn a_client_that_uses_its_port_again_gets_a_new_flow_at_once() -> Result<()> {
         forwarded(&datapath, HUB_NIC, &answer(&syn, FIN | ACK, BACKEND_SEQUENCE + 1))?;
     }
     let used = datapath.array::<abi::TenantUse>(names::TENANT_USE)?.get(&u32::from(bench::TENANT), 0)?;
-    assert_eq!(used.flows, 1);
+    assert_eq!(used.families[0].flows, 1);
     assert_eq!(datapath.frontend_counters(bench::FRONTEND)?.flows, 5);
     // On a live flow a SYN changes nothing: the server answers it.
     let syn = connect(&datapath, (bench::CLIENT, 50000))?;

@@ -150,12 +150,12 @@ fn a_reader_never_sees_another_flows_data_while_flows_are_retired_at_full_speed(
         Ok(Some(syn))
     };
     let retire = |source| -> Result<()> {
-        let mark = abi::ControlRequest { command: abi::control::MARK, key: key(source), ..abi::ControlRequest::ZERO };
+        let mark = abi::ControlRequest4 { command: abi::control::MARK, key: key(source), ..abi::ControlRequest4::ZERO };
         datapath.control(&mark)?;
-        datapath.control(&abi::ControlRequest {
+        datapath.control(&abi::ControlRequest4 {
             command: abi::control::AGE,
             count: 16,
-            ..abi::ControlRequest::ZERO
+            ..abi::ControlRequest4::ZERO
         })?;
         Ok(())
     };

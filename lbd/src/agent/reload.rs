@@ -266,11 +266,11 @@ impl Cuts {
             || self.resets.iter().any(|reset| match reset {
                 Reset::Frontend(id) => half.frontend == *id,
                 Reset::Backend { frontend, backend } => half.frontend == *frontend && half.backend() == *backend,
-                Reset::Address(segment, address) => flow.backend_segment == *segment && *address == *backend.ip(),
+                Reset::Address(segment, address) => flow.backend_segment == *segment && *address == backend.ip(),
                 Reset::Target { segment, protocol, address, port, keep } => {
                     flow.backend_segment == *segment
                         && flow.key.protocol == *protocol
-                        && address.is_none_or(|address| address == *backend.ip())
+                        && address.is_none_or(|address| address == backend.ip())
                         && *port == backend.port()
                         && !keep.contains(&half.frontend)
                 }

@@ -180,9 +180,10 @@ fn datapath(encoder: &mut DescriptorEncoder<'_>, view: &View, pins: &Pins) -> fm
         None => format!("#{index}"),
     };
     if let Ok(tenants) = pins.tenants() {
-        let used = tenants.iter().map(|(&id, (_, used))| (vec![("tenant", tenant(id))], used.flows as f64));
+        let used = tenants.iter().map(|(&id, (_, used))| (vec![("tenant", tenant(id))], used.families[0].flows as f64));
         gauge(encoder, "flows", "Live flows", None, used)?;
-        let limits = tenants.iter().map(|(&id, (limit, _))| (vec![("tenant", tenant(id))], f64::from(limit.max_flows)));
+        let limits =
+            tenants.iter().map(|(&id, (limit, _))| (vec![("tenant", tenant(id))], f64::from(limit.families[0].flows)));
         gauge(encoder, "flows_limit", "Live flows that the tenant may have, 0 = no limit", None, limits)?;
     }
     if let Ok(reasons) = pins.reasons() {

@@ -10,7 +10,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use zerocopy::{FromBytes, Immutable, IntoBytes};
+use bytemuck::{Pod, Zeroable};
 
 const MAP_CREATE: u32 = 0;
 const MAP_LOOKUP_ELEM: u32 = 1;
@@ -45,7 +45,7 @@ pub(super) const XDP_NATIVE: u32 = 1 << 2;
 ///
 /// # Safety
 /// Every address in `attribute` must be valid for the command, for as long as the call takes.
-unsafe fn call<A: IntoBytes + FromBytes>(command: u32, attribute: &mut A) -> io::Result<i32> {
+unsafe fn call<A: Pod>(command: u32, attribute: &mut A) -> io::Result<i32> {
     // SAFETY: `attribute` is initialised memory of the size given; the caller vouches for the addresses in it.
     let result = unsafe {
         libc::syscall(libc::SYS_bpf, libc::c_long::from(command), std::ptr::from_mut(attribute), size_of::<A>())
@@ -54,7 +54,7 @@ unsafe fn call<A: IntoBytes + FromBytes>(command: u32, attribute: &mut A) -> io:
 }
 
 /// As [`call`], for commands that return a file descriptor.
-unsafe fn call_for_fd<A: IntoBytes + FromBytes>(command: u32, attribute: &mut A) -> io::Result<OwnedFd> {
+unsafe fn call_for_fd<A: Pod>(command: u32, attribute: &mut A) -> io::Result<OwnedFd> {
     // SAFETY: as the caller vouches.
     let fd = unsafe { call(command, attribute)? };
     // SAFETY: the kernel has just made this descriptor for us (close-on-exec, as all of bpf(2)'s).
@@ -78,7 +78,7 @@ fn path_string(path: &Path) -> io::Result<CString> {
 }
 
 #[repr(C)]
-#[derive(IntoBytes, FromBytes, Immutable)]
+#[derive(Clone, Copy, Pod, Zeroable)]
 struct ObjectAttribute {
     path: u64,
     fd: u32,
@@ -102,14 +102,14 @@ pub(super) fn pin(fd: BorrowedFd<'_>, path: &Path) -> io::Result<()> {
 }
 
 #[repr(C)]
-#[derive(IntoBytes, FromBytes, Immutable)]
+#[derive(Clone, Copy, Pod, Zeroable)]
 struct InfoAttribute {
     fd: u32,
     length: u32,
     info: u64,
 }
 
-fn info<T: IntoBytes + FromBytes>(fd: BorrowedFd<'_>, value: &mut T) -> io::Result<()> {
+fn info<T: Pod>(fd: BorrowedFd<'_>, value: &mut T) -> io::Result<()> {
     let mut attribute = InfoAttribute { fd: raw(fd), length: size_of::<T>() as u32, info: address_mut(value) };
     // SAFETY: `info` points to `length` writable bytes.
     unsafe { call(OBJ_GET_INFO_BY_FD, &mut attribute) }.map(|_| ())
@@ -117,7 +117,7 @@ fn info<T: IntoBytes + FromBytes>(fd: BorrowedFd<'_>, value: &mut T) -> io::Resu
 
 /// First part of `struct bpf_map_info`.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default, IntoBytes, FromBytes, Immutable)]
+#[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
 pub(super) struct MapInfo {
     pub(super) kind: u32,
     pub(super) id: u32,
@@ -144,7 +144,7 @@ pub(super) fn map_info(fd: BorrowedFd<'_>) -> io::Result<MapInfo> {
 
 /// First part of `struct bpf_prog_info`.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default, IntoBytes, FromBytes, Immutable)]
+#[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
 pub(super) struct ProgramInfo {
     kind: u32,
     pub(super) id: u32,
@@ -177,7 +177,7 @@ pub(super) fn program_info(fd: BorrowedFd<'_>) -> io::Result<ProgramInfo> {
 
 /// First part of `struct bpf_link_info`, with its `xdp` arm.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default, IntoBytes, FromBytes, Immutable)]
+#[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
 pub(super) struct LinkInfo {
     kind: u32,
     pub(super) id: u32,
@@ -203,7 +203,7 @@ pub(super) fn link_info(fd: BorrowedFd<'_>) -> io::Result<LinkInfo> {
 }
 
 #[repr(C)]
-#[derive(IntoBytes, FromBytes, Immutable)]
+#[derive(Clone, Copy, Pod, Zeroable)]
 struct IdAttribute {
     id: u32,
     next: u32,
@@ -242,7 +242,7 @@ pub(super) fn link_of(ifindex: u32, program_id: u32) -> io::Result<Option<(Owned
 }
 
 #[repr(C)]
-#[derive(IntoBytes, FromBytes, Immutable)]
+#[derive(Clone, Copy, Pod, Zeroable)]
 struct LinkAttribute {
     first: u32,
     second: u32,
@@ -272,7 +272,7 @@ pub(super) fn link_detach(link: BorrowedFd<'_>) -> io::Result<()> {
 }
 
 #[repr(C)]
-#[derive(Default, IntoBytes, FromBytes, Immutable)]
+#[derive(Clone, Copy, Default, Pod, Zeroable)]
 struct TestRunAttribute {
     program: u32,
     result: u32,
@@ -310,11 +310,9 @@ pub(super) fn test_run(program: BorrowedFd<'_>, packet: &mut [u8]) -> io::Result
 }
 
 /// A key or value: plain bytes.
-pub(super) trait Plain: IntoBytes + FromBytes + Immutable + Copy + 'static {}
-impl<T: IntoBytes + FromBytes + Immutable + Copy + 'static> Plain for T {}
 
 #[repr(C)]
-#[derive(IntoBytes, FromBytes, Immutable)]
+#[derive(Clone, Copy, Pod, Zeroable)]
 struct ElementAttribute {
     map: u32,
     pad: u32,
@@ -324,7 +322,7 @@ struct ElementAttribute {
 }
 
 #[repr(C)]
-#[derive(IntoBytes, FromBytes, Immutable)]
+#[derive(Clone, Copy, Pod, Zeroable)]
 struct BatchAttribute {
     position_in: u64,
     position_out: u64,
@@ -337,7 +335,7 @@ struct BatchAttribute {
 }
 
 #[repr(C)]
-#[derive(IntoBytes, FromBytes, Immutable)]
+#[derive(Clone, Copy, Pod, Zeroable)]
 struct CreateAttribute {
     kind: u32,
     key_size: u32,
@@ -385,7 +383,7 @@ impl<K, V> Clone for Map<K, V> {
     }
 }
 
-impl<K: Plain, V: Plain> Map<K, V> {
+impl<K: Pod, V: Pod> Map<K, V> {
     /// Takes a map; the error says which sizes were found.
     pub(super) fn new(fd: OwnedFd) -> io::Result<Self> {
         let info = map_info(fd.as_fd())?;
@@ -416,7 +414,7 @@ impl<K: Plain, V: Plain> Map<K, V> {
 
     /// The value of a key.
     pub(super) fn get(&self, key: &K) -> io::Result<Option<V>> {
-        let mut value = V::new_zeroed();
+        let mut value = V::zeroed();
         let mut attribute =
             ElementAttribute { map: self.map(), pad: 0, key: address(key), value: address_mut(&mut value), flags: 0 };
         // SAFETY: key and value have the map's sizes, as `new` has checked.
@@ -484,8 +482,8 @@ impl<K: Plain, V: Plain> Map<K, V> {
         let mut next = [0_u8; 64];
         let mut first = true;
         let mut capacity = BATCH.min(self.info.max_entries.max(1) as usize);
-        let mut keys = vec![K::new_zeroed(); capacity];
-        let mut values = vec![V::new_zeroed(); capacity];
+        let mut keys = vec![K::zeroed(); capacity];
+        let mut values = vec![V::zeroed(); capacity];
         if size_of::<K>() > position.len() {
             return self.walk(each);
         }
@@ -507,8 +505,8 @@ impl<K: Plain, V: Plain> Map<K, V> {
                 // A bucket with more elements than there was room for.
                 Err(error) if error.raw_os_error() == Some(libc::ENOSPC) => {
                     capacity *= 2;
-                    keys.resize(capacity, K::new_zeroed());
-                    values.resize(capacity, V::new_zeroed());
+                    keys.resize(capacity, K::zeroed());
+                    values.resize(capacity, V::zeroed());
                     continue;
                 }
                 Err(error) if first && no_batches(&error) => return self.walk(each),
@@ -529,7 +527,7 @@ impl<K: Plain, V: Plain> Map<K, V> {
     /// As [`Self::for_each`], key by key.
     fn walk(&self, mut each: impl FnMut(&K, &V)) -> io::Result<()> {
         let mut key: Option<K> = None;
-        let mut next = K::new_zeroed();
+        let mut next = K::zeroed();
         loop {
             let mut attribute = ElementAttribute {
                 map: self.map(),
@@ -568,7 +566,7 @@ pub(super) struct PerCpu<V> {
     types: PhantomData<fn() -> V>,
 }
 
-impl<V: Plain> PerCpu<V> {
+impl<V: Pod> PerCpu<V> {
     /// Opens a pinned map.
     pub(super) fn open(path: &Path) -> io::Result<Self> {
         let fd = open(path)?;
@@ -589,7 +587,7 @@ impl<V: Plain> PerCpu<V> {
     pub(super) fn for_each(&self, mut each: impl FnMut(u32, &[V])) -> io::Result<()> {
         let capacity = 2048.min(self.entries.max(1) as usize);
         let mut keys = vec![0_u32; capacity];
-        let mut values = vec![V::new_zeroed(); capacity * self.cpus];
+        let mut values = vec![V::zeroed(); capacity * self.cpus];
         let (mut position, mut next, mut first) = (0_u32, 0_u32, true);
         loop {
             let mut attribute = BatchAttribute {
@@ -627,7 +625,7 @@ impl<V: Plain> PerCpu<V> {
 
     /// The values of all CPUs.
     pub(super) fn get(&self, index: u32) -> io::Result<Vec<V>> {
-        let mut values = vec![V::new_zeroed(); self.cpus];
+        let mut values = vec![V::zeroed(); self.cpus];
         let mut attribute = ElementAttribute {
             map: raw(self.fd.as_fd()),
             pad: 0,
@@ -642,7 +640,7 @@ impl<V: Plain> PerCpu<V> {
 
     /// Sets the value of all CPUs to zero.
     pub(super) fn clear(&self, index: u32) -> io::Result<()> {
-        let values = vec![V::new_zeroed(); self.cpus];
+        let values = vec![V::zeroed(); self.cpus];
         let mut attribute = ElementAttribute {
             map: raw(self.fd.as_fd()),
             pad: 0,

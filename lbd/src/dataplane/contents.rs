@@ -7,8 +7,8 @@ use ipnet::IpNet;
 use lbd_common::abi::{
     self, ADDRESS_ANSWER, ADDRESS_BACKEND, ADDRESS_HOST, ADDRESS_SNAT, ADDRESS_TARGET_PORT, ADDRESS_VIP, AddressKey,
     BACKEND_ELIGIBLE, BACKEND_PRESENT, Backend, CHUNK_SLOTS, FRONTEND_PRESERVE_CLIENT, FRONTEND_SOURCE_AFFINITY,
-    FRONTEND_UNSERVED_DROP, Frontend, FrontendKey, LocalAddress, MaglevChunk, NEXT_HOP_ON_LINK, NEXT_HOP_RESOLVED,
-    NextHop, Segment, TENANT_HOST_ACCESS_ICMP, TENANT_HOST_ACCESS_OWN, Tenant,
+    FRONTEND_UNSERVED_DROP, FamilyLimits, Frontend, FrontendKey, LocalAddress, MaglevChunk, NEXT_HOP_ON_LINK,
+    NEXT_HOP_RESOLVED, NextHop, Segment, TENANT_HOST_ACCESS_ICMP, TENANT_HOST_ACCESS_OWN, Tenant,
 };
 
 use super::netlink::Neighbour;
@@ -159,10 +159,12 @@ pub(super) fn segment(
         gateway_next_hop,
         on_link_next_hop,
         vlan: plan.name.vlan.unwrap_or(0),
-        pad: 0,
+        gateway6_next_hop: gateway_next_hop,
         network4_be: network.map_or(0, |network| u32::from_ne_bytes(network.network().octets())),
         mask4_be: network.map_or(0, |network| u32::from_ne_bytes(network.netmask().octets())),
         mtu: interface.mtu,
+        network6_be: [0; 4],
+        mask6_be: [u32::MAX; 4],
     }
 }
 
@@ -176,9 +178,8 @@ pub(super) fn tenant(plan: &TenantPlan) -> Tenant {
         flags |= TENANT_HOST_ACCESS_ICMP;
     }
     Tenant {
-        max_flows: plan.max_flows,
+        families: [FamilyLimits { flows: plan.max_flows, half_open: plan.max_half_open, ..FamilyLimits::ZERO }; 2],
         new_flows_per_second: plan.new_flows_per_second,
-        max_half_open: plan.max_half_open,
         flags,
     }
 }
@@ -242,7 +243,7 @@ pub(super) fn frontend(address: &FrontendAddress, plan: &FrontendPlan, table: (u
         target_port_be: plan.target_port.to_be(),
         snat_first: plan.snat_ports.0,
         snat_last: plan.snat_ports.1,
-        pad2: 0,
+        timeouts: 0,
         table: table.0,
         table_size: table.1,
         source_ranges: 0,

@@ -1,18 +1,19 @@
 //! The contents of the maps: what is wanted, what is there, and the order of changes.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io;
 use std::net::{IpAddr, Ipv4Addr};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use std::{io, iter};
 
+use bytemuck::Pod;
 use lbd_common::abi::{
-    self, ADDRESS_ANSWER, AddressKey, Backend, ControlRequest, Flow4, FlowKey4, Frontend, FrontendEvents, FrontendKey,
-    FrontendOwner, LocalAddress, MaglevChunk, NextHop, Segment, Settings, Tenant, TenantUse, Traffic, control, names,
+    self, ADDRESS_ANSWER, Address, AddressKey, Backend, ControlRequest, ControlRequest4, Flow4, FlowKey4, Frontend,
+    FrontendEvents, FrontendKey, FrontendOwner, LocalAddress, MaglevChunk, NextHop, Segment, Settings, Tenant,
+    TenantUse, Timeouts, Traffic, control, names,
 };
 use lbd_common::reason::Reason;
-use zerocopy::IntoBytes;
 
 use super::bpf::{self, Map, PerCpu};
 use super::claims::{Claims, Place};
@@ -62,7 +63,7 @@ pub(super) struct Programs {
 
 impl Programs {
     /// Runs the control program.
-    pub(super) fn control(&self, request: ControlRequest) -> io::Result<ControlRequest> {
+    pub(super) fn control<A: Address>(&self, request: ControlRequest<A>) -> io::Result<ControlRequest<A>> {
         run_control(&self.control, request)
     }
 
@@ -71,7 +72,7 @@ impl Programs {
         // One run looks at so many entries at the most, so that it holds its CPU for microseconds.
         const STEPS: u32 = 64;
         for _ in 0..entries.div_ceil(u64::from(STEPS)) {
-            let request = ControlRequest { command: control::AGE, count: STEPS, ..ControlRequest::ZERO };
+            let request = ControlRequest4 { command: control::AGE, count: STEPS, ..ControlRequest4::ZERO };
             if self.control(request)?.result < u64::from(STEPS) {
                 break;
             }
@@ -88,7 +89,7 @@ impl Programs {
     /// Flows that live now, by the datapath's count.
     pub(super) fn live_flows(&self) -> io::Result<u64> {
         let mut total: u64 = 0;
-        self.used.for_each(|_, used| total = total.wrapping_add(used.flows))?;
+        self.used.for_each(|_, used| total = total.wrapping_add(used.families[0].flows))?;
         Ok(total)
     }
 
@@ -100,9 +101,12 @@ impl Programs {
 }
 
 /// Runs the control program on a request.
-pub(super) fn run_control(program: &OwnedFd, mut request: ControlRequest) -> io::Result<ControlRequest> {
+pub(super) fn run_control<A: Address>(
+    program: &OwnedFd,
+    mut request: ControlRequest<A>,
+) -> io::Result<ControlRequest<A>> {
     const XDP_PASS: u32 = 2;
-    let verdict = bpf::test_run(program.as_fd(), request.as_mut_bytes())?;
+    let verdict = bpf::test_run(program.as_fd(), bytemuck::bytes_of_mut(&mut request))?;
     if verdict == XDP_PASS {
         Ok(request)
     } else {
@@ -126,17 +130,14 @@ pub(super) struct Tables {
 impl Tables {
     /// Opens the pinned maps and reads what is in them.
     pub(super) fn open(paths: &Paths) -> io::Result<Self> {
-        fn array<V: bpf::Plain + PartialEq + Send + Sync>(
+        fn array<V: Pod + PartialEq + Send + Sync>(
             paths: &Paths,
             name: &'static str,
             zero: V,
         ) -> io::Result<Table<u32, V>> {
             Table::load(name, Box::new(Map::<u32, V>::open(&paths.map(name))?), Some(zero))
         }
-        fn hash<K: bpf::Plain + Ord, V: bpf::Plain + PartialEq>(
-            paths: &Paths,
-            name: &'static str,
-        ) -> io::Result<Table<K, V>> {
+        fn hash<K: Pod + Ord, V: Pod + PartialEq>(paths: &Paths, name: &'static str) -> io::Result<Table<K, V>> {
             Table::load(name, Box::new(Map::<K, V>::open(&paths.map(name))?), None)
         }
         Ok(Self {
@@ -811,7 +812,7 @@ impl Retired {
 fn addresses_of(range: &AddressRange) -> Box<dyn Iterator<Item = Ipv4Addr>> {
     match (range.first, range.last) {
         (IpAddr::V4(first), IpAddr::V4(last)) => Box::new((u32::from(first)..=u32::from(last)).map(Ipv4Addr::from)),
-        _ => Box::new(std::iter::empty()),
+        _ => Box::new(iter::empty()),
     }
 }
 
@@ -821,29 +822,36 @@ fn ticks(duration: Duration, hertz: u32) -> u32 {
     jiffies.div_ceil(1 << abi::TICK_SHIFT).min(u64::from(u32::MAX / 4)) as u32
 }
 
-/// What the datapath is told: the timeouts of the first tenant (they are the same for all until they can differ).
+/// Timeouts in ticks.
+pub(super) fn timeouts(timeouts: &crate::config::Timeouts, hertz: u32) -> Timeouts {
+    let ticks = |duration| ticks(duration, hertz).max(1);
+    Timeouts {
+        tcp_established: ticks(timeouts.tcp_established),
+        tcp_half_open: ticks(timeouts.tcp_half_open),
+        tcp_fin: ticks(timeouts.tcp_fin),
+        tcp_reset: ticks(timeouts.tcp_reset),
+        udp_unreplied: ticks(timeouts.udp_unreplied),
+        udp_replied: ticks(timeouts.udp_replied),
+    }
+}
+
+/// What the datapath is told.
 pub(super) fn settings(config: &Config, seed: [u64; 2], hertz: u32) -> Settings {
-    let timeouts = config.tenants.first().map(|tenant| tenant.settings.timeouts);
-    let pick = |pick: fn(&crate::config::Timeouts) -> Duration, default: u64| {
-        ticks(timeouts.as_ref().map_or(Duration::from_secs(default), pick), hertz).max(1)
-    };
+    let longest = config.tenants.iter().flat_map(|tenant| {
+        iter::once(&tenant.settings).chain(tenant.frontends.iter().map(|frontend| &frontend.settings))
+    });
+    let half_open = longest.map(|settings| settings.timeouts.tcp_half_open).max().unwrap_or(Duration::from_secs(30));
     Settings {
         abi: abi::ABI_VERSION,
         flags: 0,
         seed,
         ticks_per_second_256: (hertz * 256) >> abi::TICK_SHIFT,
-        tcp_established: pick(|timeouts| timeouts.tcp_established, 86_400),
-        tcp_half_open: pick(|timeouts| timeouts.tcp_half_open, 30),
-        tcp_fin: pick(|timeouts| timeouts.tcp_fin, 60),
-        tcp_reset: pick(|timeouts| timeouts.tcp_reset, 10),
-        udp_unreplied: pick(|timeouts| timeouts.udp_unreplied, 30),
-        udp_replied: pick(|timeouts| timeouts.udp_replied, 180),
         tombstone: ticks(Duration::from_secs(75), hertz),
         // No XDP program runs for 100 ms; a tick may have just ended when it is read.
         grace: ticks(Duration::from_millis(100), hertz) + 2,
         // A thousand a second on each CPU.
         rejects_per_tick: (1000 << abi::TICK_SHIFT) / hertz,
-        half_open_sets: abi::HALF_OPEN_SETS,
+        half_open_epoch: ticks(half_open, hertz).div_ceil(6).max(1),
         adopt_until: 0,
         max_mss: match config.datapath.mss_clamp {
             MssClamp::Off => 0,
@@ -1241,9 +1249,10 @@ mod tests {
     #[test]
     fn settings_are_in_ticks() {
         let settings = settings(&config(), [1, 2], 250);
-        assert_eq!((settings.ticks_per_second_256, settings.tcp_established), (4000, 1_350_000));
-        assert_eq!((settings.tcp_half_open, settings.tombstone), (469, 1172));
-        assert_eq!((settings.rejects_per_tick, settings.half_open_sets), (64, 8192));
+        assert_eq!((settings.ticks_per_second_256, settings.tombstone), (4000, 1172));
+        assert_eq!((settings.rejects_per_tick, settings.half_open_epoch), (64, 79));
+        let timeouts = timeouts(&config().tenants[0].settings.timeouts, 250);
+        assert_eq!((timeouts.tcp_established, timeouts.tcp_half_open), (1_350_000, 469));
         assert!(settings.grace >= 3);
     }
 }

@@ -162,10 +162,14 @@ impl Shape {
             return Ok(());
         }
         let remedy = if layout == wanted {
-            let setting = if self.name == names::FLOWS4 || self.name == names::AGEING4 {
-                format!("set datapath.max_flows to {}, or ", found.max_entries / 2)
-            } else {
-                String::new()
+            let setting = match self.name.as_str() {
+                names::FLOWS4 | names::AGEING4 | names::ENDED4 => {
+                    format!("set datapath.max_flows to {}, or ", found.max_entries / 2)
+                }
+                names::FLOWS6 | names::AGEING6 | names::ENDED6 => {
+                    format!("set datapath.max_flows_v6 to {}, or ", found.max_entries / 2)
+                }
+                _ => String::new(),
             };
             format!("{setting}run `lbd detach` (connections are lost) and start again")
         } else {
@@ -203,9 +207,17 @@ impl Shape {
 }
 
 /// Sizes that the configuration sets.
-fn sizes(config: &Config) -> [(&'static str, u32); 2] {
-    let entries = abi::flow_entries(config.datapath.max_flows);
-    [(names::FLOWS4, entries), (names::AGEING4, entries)]
+fn sizes(config: &Config) -> [(&'static str, u32); 6] {
+    let four = abi::flow_entries(config.datapath.max_flows);
+    let six = abi::flow_entries(config.datapath.max_flows_v6);
+    [
+        (names::FLOWS4, four),
+        (names::AGEING4, four),
+        (names::ENDED4, four),
+        (names::FLOWS6, six),
+        (names::AGEING6, six),
+        (names::ENDED6, six),
+    ]
 }
 
 /// The maps that the object wants pinned, with the sizes that the configuration sets.
@@ -282,7 +294,7 @@ pub(super) struct Loader {
     object: Vec<u8>,
     shapes: Vec<Shape>,
     mode: XdpMode,
-    sizes: [(&'static str, u32); 2],
+    sizes: [(&'static str, u32); 6],
     client: Client,
     /// One agent for these pins, wherever its state is.
     lock: Option<Flock<fs::File>>,

@@ -21,7 +21,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use caps::{CapSet, Capability};
-use lbd_common::abi::{self, ControlRequest, FlowKey4, Settings, control, names};
+use lbd_common::abi::{self, ControlRequest4, FlowKey4, Settings, Timeouts, control, names};
 use tokio::sync::watch;
 
 use crate::config::{Config, SegmentName};
@@ -214,7 +214,9 @@ impl Dataplane {
         let paths = loader.paths.clone();
         let settings = Map::<u32, Settings>::open(&paths.map(names::SETTINGS))
             .map_err(DataplaneError::system(format!("cannot open map {}", names::SETTINGS)))?;
-        write_settings(config, &settings, first)?;
+        let timeouts = Map::<u32, Timeouts>::open(&paths.map(names::TIMEOUTS))
+            .map_err(DataplaneError::system(format!("cannot open map {}", names::TIMEOUTS)))?;
+        write_settings(config, &settings, &timeouts, first)?;
         let programs = programs(&paths, first).map_err(DataplaneError::system("cannot open the pinned maps"))?;
         let mut engine = Tables::open(&paths)
             .and_then(|tables| Engine::new(config, tables, Some(Arc::new(programs))))
@@ -349,7 +351,12 @@ fn programs(paths: &Paths, loaded: &Loaded) -> io::Result<Programs> {
 }
 
 /// Tells the datapath its timeouts and its seed. Pinned settings keep their seed: it decides where every flow is.
-fn write_settings(config: &Config, map: &Map<u32, Settings>, loaded: &Loaded) -> Result<(), DataplaneError> {
+fn write_settings(
+    config: &Config,
+    map: &Map<u32, Settings>,
+    timeouts: &Map<u32, Timeouts>,
+    loaded: &Loaded,
+) -> Result<(), DataplaneError> {
     let what = || format!("cannot write map {}", names::SETTINGS);
     let old = map.get(&0).map_err(DataplaneError::system(what()))?.filter(|old| old.abi == abi::ABI_VERSION);
     let seed = seed(&config.state_dir, old.map(|old| old.seed))?;
@@ -363,6 +370,11 @@ fn write_settings(config: &Config, map: &Map<u32, Settings>, loaded: &Loaded) ->
         settings.flags = old.flags;
         settings.adopt_until = old.adopt_until;
     }
+    if let Some(tenant) = config.tenants.first() {
+        timeouts
+            .set(&0, &engine::timeouts(&tenant.settings.timeouts, hertz))
+            .map_err(DataplaneError::system(format!("cannot write map {}", names::TIMEOUTS)))?;
+    }
     if old != Some(settings) {
         map.set(&0, &settings).map_err(DataplaneError::system(what()))?;
     }
@@ -373,7 +385,7 @@ fn write_settings(config: &Config, map: &Map<u32, Settings>, loaded: &Loaded) ->
 fn measure_hertz(loaded: &Loaded) -> Result<u32, DataplaneError> {
     let failed = || DataplaneError::system("cannot read the datapath's clock");
     let read = || {
-        let request = ControlRequest { command: control::CLOCK, ..ControlRequest::ZERO };
+        let request = ControlRequest4 { command: control::CLOCK, ..ControlRequest4::ZERO };
         engine::run_control(&loaded.control, request).map_err(failed())
     };
     let mut last = None;

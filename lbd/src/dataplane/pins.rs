@@ -7,15 +7,15 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::os::fd::OwnedFd;
 use std::path::Path;
 
+use bytemuck::Pod;
 use lbd_common::abi::{
-    self, AddressKey, Backend, ControlRequest, FLOW_DEAD, FLOW_REVERSE, Flow4, FlowKey4, Frontend, FrontendCounters,
+    self, AddressKey, Backend, ControlRequest4, FLOW_DEAD, FLOW_REVERSE, Flow4, FlowKey4, Frontend, FrontendCounters,
     FrontendEvents, FrontendKey, HalfOpen4, HalfOpenSet4, LocalAddress, MaglevChunk, NextHop, Segment, Settings,
-    Tenant, TenantUse, Traffic, control, names,
+    Tenant, TenantUse, Timeouts, Traffic, control, names,
 };
 use lbd_common::half_open;
-use zerocopy::IntoBytes;
 
-use super::bpf::{self, Map, PerCpu, Plain};
+use super::bpf::{self, Map, PerCpu};
 use super::contents::{self, HopKey};
 use super::loader::{self, HOP_RECORDS, Paths};
 use super::{Attached, DataplaneError, engine};
@@ -73,11 +73,11 @@ impl Pins {
         Ok(Self { paths, settings, control })
     }
 
-    fn map<K: Plain, V: Plain>(&self, name: &str) -> Result<Map<K, V>, DataplaneError> {
+    fn map<K: Pod, V: Pod>(&self, name: &str) -> Result<Map<K, V>, DataplaneError> {
         Map::open(&self.paths.map(name)).map_err(DataplaneError::system(format!("cannot open map {name}")))
     }
 
-    fn collect<K: Plain, V: Plain, T>(
+    fn collect<K: Pod, V: Pod, T>(
         &self,
         name: &str,
         mut pick: impl FnMut(&K, &V) -> Option<T>,
@@ -105,7 +105,7 @@ impl Pins {
 
     /// The datapath's clock now, in ticks.
     pub fn now(&self) -> Result<u32, DataplaneError> {
-        let request = ControlRequest { command: control::CLOCK, ..ControlRequest::ZERO };
+        let request = ControlRequest4 { command: control::CLOCK, ..ControlRequest4::ZERO };
         let answer = engine::run_control(&self.control, request)
             .map_err(DataplaneError::system("cannot read the datapath's clock"))?;
         Ok((answer.jiffies >> abi::TICK_SHIFT) as u32)
@@ -116,7 +116,7 @@ impl Pins {
         let segments: BTreeMap<u16, u16> =
             self.next_hops()?.into_iter().map(|(index, (_, hop))| (index, hop.segment)).collect();
         // Room for all at once: growing to a million flows would copy them again and again.
-        let live = self.tenants()?.values().map(|(_, used)| used.flows).sum::<u64>();
+        let live = self.tenants()?.values().map(|(_, used)| used.families[0].flows).sum::<u64>();
         let live = live.min(1 << 21) as usize;
         let mut forward = Vec::with_capacity(live);
         let mut reverse: HashMap<[u8; 16], Flow4, BuildHasherDefault<KeyHasher>> =
@@ -145,18 +145,27 @@ impl Pins {
 
     /// Half-open connections whose record may be read.
     pub fn half_open(&self) -> Result<Vec<HalfOpen4>, DataplaneError> {
-        let (settings, now) = (self.settings()?, self.now()?);
+        let now = self.now()?;
         let mut found = Vec::new();
         self.map::<u32, HalfOpenSet4>(names::HALF_OPEN4)?
             .for_each(|_, set| {
                 for (&tag, record) in set.tags.iter().zip(&set.records) {
-                    if half_open::readable(tag, now, &settings) {
+                    if half_open::readable(tag, now) {
                         found.push(*record);
                     }
                 }
             })
             .map_err(DataplaneError::system(format!("cannot read map {}", names::HALF_OPEN4)))?;
         Ok(found)
+    }
+
+    /// Timeouts, by index.
+    pub fn timeouts(&self) -> Result<Vec<Timeouts>, DataplaneError> {
+        let mut all = Vec::new();
+        self.map::<u32, Timeouts>(names::TIMEOUTS)?
+            .for_each(|_, timeouts| all.push(*timeouts))
+            .map_err(DataplaneError::system(format!("cannot read map {}", names::TIMEOUTS)))?;
+        Ok(all)
     }
 
     /// All frontends.
@@ -323,7 +332,7 @@ fn sum(values: impl Iterator<Item = u64>) -> u64 {
 
 fn key_bytes(key: &FlowKey4) -> [u8; 16] {
     let mut bytes = [0; 16];
-    bytes.copy_from_slice(key.as_bytes());
+    bytes.copy_from_slice(bytemuck::bytes_of(key));
     bytes
 }
 

@@ -1,7 +1,5 @@
 //! Pure: which flows a reset means.
 
-use std::net::IpAddr;
-
 use lbd_common::abi::{Flow4, FlowKey4};
 
 use crate::plan::model::{Plan, Reset};
@@ -12,12 +10,12 @@ pub(super) fn matches(reset: &Reset, key: &FlowKey4, forward: &Flow4, backend_se
     match reset {
         Reset::Frontend(id) => forward.frontend == *id,
         Reset::Backend { frontend, backend } => forward.frontend == *frontend && forward.backend() == *backend,
-        Reset::Address(segment, address) => backend_segment == *segment && IpAddr::V4(*destination.ip()) == *address,
+        Reset::Address(segment, address) => backend_segment == *segment && destination.ip() == *address,
         Reset::Target { segment, protocol, address, port, keep } => {
             backend_segment == *segment
                 && key.protocol == *protocol
                 && destination.port() == *port
-                && address.is_none_or(|address| IpAddr::V4(*destination.ip()) == address)
+                && address.is_none_or(|address| destination.ip() == address)
                 && !keep.contains(&forward.frontend)
         }
     }
@@ -44,7 +42,7 @@ pub(super) fn still_meant(reset: &Reset, plan: &Plan) -> bool {
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
-    use std::net::Ipv4Addr;
+    use std::net::{IpAddr, Ipv4Addr};
 
     use lbd_common::abi::Tuple4;
 

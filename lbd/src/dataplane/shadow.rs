@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::bpf::{Map, Plain};
+use bytemuck::Pod;
+
+use super::bpf::Map;
 
 /// Where a table is kept: a BPF map, or memory in tests.
 pub(super) trait Store<K, V>: Send {
@@ -16,7 +18,7 @@ pub(super) trait Store<K, V>: Send {
     fn load(&self) -> io::Result<Vec<(K, V)>>;
 }
 
-impl<K: Plain, V: Plain> Store<K, V> for Map<K, V> {
+impl<K: Pod, V: Pod> Store<K, V> for Map<K, V> {
     fn set_many(&self, keys: &[K], values: &[V]) -> Result<(), (usize, io::Error)> {
         Map::set_many(self, keys, values)
     }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use ipnet::IpNet;
 use lbd_common::abi::{
-    FLOW_DEAD, FLOW_FIN, FLOW_PEER_FIN, FLOW_RESET, Flow4, Frontend, HALF_OPEN_REFUSED, HalfOpen4, Settings,
+    FLOW_DEAD, FLOW_FIN, FLOW_PEER_FIN, FLOW_RESET, Flow4, Frontend, HALF_OPEN_REFUSED, HalfOpen4, Timeouts,
 };
 use serde::{Serialize, Serializer};
 
@@ -61,12 +61,12 @@ impl State {
     }
 
     /// Ticks without a packet after which the datapath forgets such a flow.
-    const fn timeout(self, settings: &Settings) -> u32 {
+    const fn timeout(self, timeouts: &Timeouts) -> u32 {
         match self {
-            Self::HalfOpen => settings.tcp_half_open,
-            Self::Established | Self::Closing => settings.tcp_established,
-            Self::Closed => settings.tcp_fin,
-            Self::Reset => settings.tcp_reset,
+            Self::HalfOpen => timeouts.tcp_half_open,
+            Self::Established | Self::Closing => timeouts.tcp_established,
+            Self::Closed => timeouts.tcp_fin,
+            Self::Reset => timeouts.tcp_reset,
         }
     }
 }
@@ -152,23 +152,23 @@ impl Clock {
 
 impl Flow {
     /// A flow of the table; `None` = marked for removal, or idle for longer than the datapath keeps it.
-    pub fn from_pair(pair: &FlowPair, clock: Clock, settings: &Settings) -> Option<Self> {
+    pub fn from_pair(pair: &FlowPair, clock: Clock, timeouts: &Timeouts) -> Option<Self> {
         let forward = &pair.forward;
         let state = State::of(forward.state)?;
         let reverse = pair.reverse.as_ref();
         let last_seen = clock.since(forward.last_seen);
         let idle = reverse.map_or(last_seen, |half| last_seen.min(clock.since(half.last_seen)));
-        if idle > state.timeout(settings) {
+        if idle > state.timeout(timeouts) {
             return None;
         }
         Some(Self {
             protocol: pair.key.protocol,
             segment: pair.key.segment,
-            client: pair.key.tuple.source().into(),
-            vip: pair.key.tuple.destination().into(),
-            backend: forward.to.destination().into(),
+            client: pair.key.tuple.source(),
+            vip: pair.key.tuple.destination(),
+            backend: forward.to.destination(),
             backend_segment: pair.backend_segment,
-            snat: forward.to.source().into(),
+            snat: forward.to.source(),
             frontend: forward.frontend,
             backend_id: forward.backend(),
             state,
@@ -182,19 +182,19 @@ impl Flow {
     }
 
     /// A half-open connection; `None` = refused by its backend, or older than the datapath keeps it. Its packets are not counted yet.
-    pub fn from_half_open(record: &HalfOpen4, clock: Clock, settings: &Settings) -> Option<Self> {
+    pub fn from_half_open(record: &HalfOpen4, clock: Clock, timeouts: &Timeouts) -> Option<Self> {
         let idle = clock.since(record.last_seen);
-        if record.state & HALF_OPEN_REFUSED != 0 || idle > State::HalfOpen.timeout(settings) {
+        if record.state & HALF_OPEN_REFUSED != 0 || idle > State::HalfOpen.timeout(timeouts) {
             return None;
         }
         Some(Self {
             protocol: 6,
             segment: record.client_segment,
-            client: record.client.source().into(),
-            vip: record.client.destination().into(),
-            backend: record.to.destination().into(),
+            client: record.client.source(),
+            vip: record.client.destination(),
+            backend: record.to.destination(),
             backend_segment: record.backend_segment,
-            snat: record.to.source().into(),
+            snat: record.to.source(),
             frontend: record.frontend,
             backend_id: record.backend,
             state: State::HalfOpen,
@@ -626,15 +626,8 @@ mod tests {
 
     const CLOCK: Clock = Clock { now: 100_000, ticks_per_second_256: 4000 };
 
-    fn settings() -> Settings {
-        Settings {
-            ticks_per_second_256: CLOCK.ticks_per_second_256,
-            tcp_established: 90_000,
-            tcp_half_open: 469,
-            tcp_fin: 938,
-            tcp_reset: 157,
-            ..Settings::ZERO
-        }
+    fn timeouts() -> Timeouts {
+        Timeouts { tcp_established: 90_000, tcp_half_open: 469, tcp_fin: 938, tcp_reset: 157, ..Timeouts::ZERO }
     }
 
     fn tuple(source: [u8; 4], source_port: u16, destination: [u8; 4], destination_port: u16) -> Tuple4 {
@@ -684,7 +677,7 @@ mod tests {
     }
 
     fn flow(pair: &FlowPair) -> Option<Flow> {
-        Flow::from_pair(pair, CLOCK, &settings())
+        Flow::from_pair(pair, CLOCK, &timeouts())
     }
 
     fn names() -> Names {
@@ -763,12 +756,12 @@ mod tests {
             last_seen: CLOCK.now - 10,
             ..HalfOpen4::ZERO
         };
-        let flow = Flow::from_half_open(&record, CLOCK, &settings()).unwrap();
+        let flow = Flow::from_half_open(&record, CLOCK, &timeouts()).unwrap();
         assert_eq!((flow.state, flow.age, flow.idle), (State::HalfOpen, 20, 10));
         let old = HalfOpen4 { last_seen: CLOCK.now - 470, ..record };
-        assert_eq!(Flow::from_half_open(&old, CLOCK, &settings()), None);
+        assert_eq!(Flow::from_half_open(&old, CLOCK, &timeouts()), None);
         let refused = HalfOpen4 { state: HALF_OPEN_REFUSED, ..record };
-        assert_eq!(Flow::from_half_open(&refused, CLOCK, &settings()), None);
+        assert_eq!(Flow::from_half_open(&refused, CLOCK, &timeouts()), None);
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-use lbd_common::abi::{self, Settings};
+use lbd_common::abi::{self, Settings, Timeouts};
 use lbd_common::reason::{Reason, Verdict};
 use thiserror::Error;
 
@@ -162,10 +162,10 @@ fn run_to(out: &mut dyn Write, place: &Place, command: &Command, output: Output)
         Command::Flows { filter, top } => {
             let pins = Pins::open(&place.bpffs)?;
             let directory = Directory::new(&names(place, &agent), &pins.frontends()?);
-            let (clock, settings) = clock(&pins)?;
+            let (clock, _) = clock(&pins)?;
             let matcher = Matcher::new(filter, &directory, clock);
             let wanted = |flow: &Flow| matcher.matches(flow);
-            let all = live_flows(&pins, clock, &settings)?;
+            let all = live_flows(&pins, clock, pins.timeouts()?)?;
             let shown = match *top {
                 Some((count, by)) => flows::top(all.filter(wanted), count, by),
                 None => flows::sorted(all.filter(wanted)),
@@ -205,9 +205,9 @@ fn clock(pins: &Pins) -> Result<(Clock, Settings), DataplaneError> {
 fn live_flows(
     pins: &Pins,
     clock: Clock,
-    settings: &Settings,
+    timeouts: Vec<Timeouts>,
 ) -> Result<impl Iterator<Item = Flow> + use<>, DataplaneError> {
-    let settings = *settings;
+    let timeouts = timeouts.first().copied().unwrap_or(Timeouts::ZERO);
     let half_open = pins.half_open()?;
     // Read last: a connection promoted in between is then listed once or twice, never missed.
     let pairs = pins.flows()?;
@@ -220,11 +220,11 @@ fn live_flows(
     let half_open = half_open.into_iter().filter(move |record| !promoted.contains(&half_open_key(record)));
     Ok(pairs
         .into_iter()
-        .filter_map(move |pair| Flow::from_pair(&pair, clock, &settings))
-        .chain(half_open.filter_map(move |record| Flow::from_half_open(&record, clock, &settings))))
+        .filter_map(move |pair| Flow::from_pair(&pair, clock, &timeouts))
+        .chain(half_open.filter_map(move |record| Flow::from_half_open(&record, clock, &timeouts))))
 }
 
-type ClientKey = (std::net::SocketAddrV4, std::net::SocketAddrV4, u16);
+type ClientKey = (std::net::SocketAddr, std::net::SocketAddr, u16);
 
 fn key_of(tuple: &abi::Tuple4, segment: u16) -> ClientKey {
     (tuple.source(), tuple.destination(), segment)
@@ -380,8 +380,8 @@ fn services(place: &Place, agent: &Client) -> Result<(Vec<Service>, Vec<Backend>
     };
     if let Ok(pins) = &pins {
         let counters = pins.frontend_counters()?;
-        let (clock, settings) = clock(pins)?;
-        let counts = FlowCounts::of(live_flows(pins, clock, &settings)?);
+        let (clock, _) = clock(pins)?;
+        let counts = FlowCounts::of(live_flows(pins, clock, pins.timeouts()?)?);
         for service in &mut services {
             let counter = counters.get(&service.id).copied().unwrap_or(abi::FrontendCounters::default());
             service.flows = Some(counts.frontend.get(&service.id).copied().unwrap_or_default());
