@@ -415,6 +415,7 @@ tenants:
             addresses: vec![address.parse().unwrap()],
             all_addresses: vec![address.parse().unwrap()],
             gateways: Vec::new(),
+            vlan: None,
         };
         let interfaces =
             [("ten0".to_owned(), interface(2, "192.0.2.2/24")), ("hub0".to_owned(), interface(3, "10.0.0.2/24"))];

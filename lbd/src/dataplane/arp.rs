@@ -1,6 +1,6 @@
 //! ARP frames (RFC 826, RFC 5227), by hand: 42 bytes, padded to the Ethernet minimum.
 
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr};
 
 /// Shortest Ethernet frame without its checksum.
 pub(super) const FRAME: usize = 60;
@@ -9,15 +9,15 @@ const BROADCAST: [u8; 6] = [0xff; 6];
 const REQUEST: u16 = 1;
 const REPLY: u16 = 2;
 
-/// What an ARP packet says.
+/// What an ARP or neighbour discovery packet says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Heard {
     /// Who says it.
     pub(super) mac: [u8; 6],
-    /// The address it has; 0.0.0.0 in a probe.
-    pub(super) sender: Ipv4Addr,
+    /// The address it has; unspecified in a probe.
+    pub(super) sender: IpAddr,
     /// The address it asks for or answers to.
-    pub(super) target: Ipv4Addr,
+    pub(super) target: IpAddr,
     /// A request.
     pub(super) request: bool,
 }
@@ -60,7 +60,7 @@ pub(super) fn parse(bytes: &[u8]) -> Option<Heard> {
         REPLY => false,
         _ => return None,
     };
-    let address = |at: usize| Ipv4Addr::new(bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]);
+    let address = |at: usize| IpAddr::from([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
     let mut mac = [0; 6];
     mac.copy_from_slice(&bytes[22..28]);
     Some(Heard { mac, sender: address(28), target: address(38), request })
@@ -82,15 +82,15 @@ mod tests {
         ];
         assert_eq!(bytes[..42], wanted);
         assert_eq!(bytes[42..], [0; 18]);
-        let heard = Heard { mac: MAC, sender: Ipv4Addr::UNSPECIFIED, target: VIP, request: true };
+        let heard = Heard { mac: MAC, sender: Ipv4Addr::UNSPECIFIED.into(), target: VIP.into(), request: true };
         assert_eq!(parse(&bytes), Some(heard));
     }
 
     #[test]
     fn announcements_have_both_forms() {
         let [request, reply] = announcements(MAC, VIP);
-        assert_eq!(parse(&request), Some(Heard { mac: MAC, sender: VIP, target: VIP, request: true }));
-        assert_eq!(parse(&reply), Some(Heard { mac: MAC, sender: VIP, target: VIP, request: false }));
+        assert_eq!(parse(&request), Some(Heard { mac: MAC, sender: VIP.into(), target: VIP.into(), request: true }));
+        assert_eq!(parse(&reply), Some(Heard { mac: MAC, sender: VIP.into(), target: VIP.into(), request: false }));
         assert_eq!((&request[32..38], &reply[32..38]), ([0; 6].as_slice(), [255; 6].as_slice()));
     }
 

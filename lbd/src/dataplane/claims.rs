@@ -4,7 +4,7 @@
 //! every 5 s until nobody has. Free pool addresses are checked ahead, so that most addresses are known to be free when needed.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::Ipv4Addr;
+use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use super::arp::Heard;
@@ -25,8 +25,16 @@ const BELIEVED: Duration = Duration::from_mins(1);
 /// At most one defence of an address in this time (RFC 5227 §2.4 (b)).
 const DEFEND: Duration = Duration::from_secs(10);
 
-/// An address in a segment (index of the interface).
-pub(super) type Place = (u32, Ipv4Addr);
+/// An address on a link.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Place {
+    /// Index of the interface.
+    pub(super) interface: u32,
+    /// Its VLAN; 0 = untagged.
+    pub(super) vlan: u16,
+    /// The address.
+    pub(super) address: IpAddr,
+}
 
 /// What to send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -101,7 +109,7 @@ impl Claims {
     /// What is due. `usable`: whether the interface is up; nothing happens on one that is not.
     pub(super) fn due(&mut self, now: Instant, usable: impl Fn(u32) -> bool) -> Vec<Action> {
         let mut actions = Vec::new();
-        for (&place, claim) in self.claims.iter_mut().filter(|(place, _)| usable(place.0)) {
+        for (&place, claim) in self.claims.iter_mut().filter(|(place, _)| usable(place.interface)) {
             claim.rival = claim.rival.filter(|(_, seen)| now.duration_since(*seen) < REANNOUNCE);
             match &mut claim.state {
                 State::Probing { sent, next, .. } if *next <= now => {
@@ -135,11 +143,12 @@ impl Claims {
         actions
     }
 
-    /// An ARP packet that did not come from this host.
-    pub(super) fn heard(&mut self, interface: u32, heard: &Heard, now: Instant) -> Option<Action> {
+    /// An ARP or neighbour discovery packet that did not come from this host.
+    pub(super) fn heard(&mut self, interface: u32, vlan: u16, heard: &Heard, now: Instant) -> Option<Action> {
         // Somebody has the address; or asks for it before taking it, while we do the same (RFC 5227 §2.1.1).
         let probing = heard.sender.is_unspecified() && heard.request;
-        let place = (interface, if probing { heard.target } else { heard.sender });
+        let address = if probing { heard.target } else { heard.sender };
+        let place = Place { interface, vlan, address };
         let claim = self.claims.get_mut(&place)?;
         match &mut claim.state {
             State::Ours { defended, .. } if !probing => {
@@ -195,7 +204,7 @@ impl Claims {
 
     /// The interface has come up or has another MAC: its switch and its stations have to learn anew.
     pub(super) fn came_up(&mut self, interface: u32, now: Instant) {
-        for (_, claim) in self.claims.iter_mut().filter(|(place, _)| place.0 == interface) {
+        for (_, claim) in self.claims.iter_mut().filter(|(place, _)| place.interface == interface) {
             if let State::Ours { announced, next, .. } = &mut claim.state {
                 (*announced, *next) = (0, now);
             }
@@ -206,7 +215,7 @@ impl Claims {
     pub(super) fn next(&self, usable: impl Fn(u32) -> bool) -> Option<Instant> {
         self.claims
             .iter()
-            .filter(|(place, _)| usable(place.0))
+            .filter(|(place, _)| usable(place.interface))
             .map(|(_, claim)| match claim.state {
                 State::Probing { next, .. } | State::Ours { next, .. } | State::Taken { next, .. } => next,
                 State::Free { until } => until,
@@ -217,9 +226,11 @@ impl Claims {
 
 #[cfg(test)]
 mod tests {
+    use std::net::Ipv4Addr;
+
     use super::*;
 
-    const VIP: Place = (7, Ipv4Addr::new(192, 0, 2, 34));
+    const VIP: Place = Place { interface: 7, vlan: 0, address: IpAddr::V4(Ipv4Addr::new(192, 0, 2, 34)) };
     const RIVAL: [u8; 6] = [2, 0, 0, 0, 9, 9];
 
     fn run(claims: &mut Claims, from: Instant, time: Duration) -> (Vec<Action>, Instant) {
@@ -233,7 +244,7 @@ mod tests {
     }
 
     fn says(mac: [u8; 6]) -> Heard {
-        Heard { mac, sender: VIP.1, target: VIP.1, request: false }
+        Heard { mac, sender: VIP.address, target: VIP.address, request: false }
     }
 
     #[test]
@@ -281,7 +292,7 @@ mod tests {
         let start = Instant::now();
         claims.want(&BTreeSet::from([VIP]), &BTreeSet::new(), &BTreeSet::new(), start);
         claims.due(start, |_| true);
-        claims.heard(7, &says(RIVAL), start);
+        claims.heard(7, 0, &says(RIVAL), start);
         assert_eq!(
             (claims.taken(), claims.conflicts()),
             (BTreeMap::from([(VIP, RIVAL)]), BTreeMap::from([(VIP, RIVAL)]))
@@ -292,7 +303,7 @@ mod tests {
         let (actions, now) = run(&mut claims, now, Duration::from_millis(200));
         assert_eq!(actions, [Action::Probe(VIP)]);
         assert_eq!(claims.taken().len(), 1);
-        claims.heard(7, &says(RIVAL), now);
+        claims.heard(7, 0, &says(RIVAL), now);
         assert_eq!(claims.taken().len(), 1);
         let (_, now) = run(&mut claims, now, Duration::from_millis(4900));
         // Gone.
@@ -306,9 +317,9 @@ mod tests {
         let mut claims = Claims::default();
         let now = Instant::now();
         claims.want(&BTreeSet::from([VIP]), &BTreeSet::new(), &BTreeSet::from([VIP]), now);
-        assert_eq!(claims.heard(7, &says(RIVAL), now), Some(Action::Announce(VIP)));
-        assert_eq!(claims.heard(7, &says(RIVAL), now), None);
-        assert_eq!(claims.heard(7, &says(RIVAL), now + DEFEND), Some(Action::Announce(VIP)));
+        assert_eq!(claims.heard(7, 0, &says(RIVAL), now), Some(Action::Announce(VIP)));
+        assert_eq!(claims.heard(7, 0, &says(RIVAL), now), None);
+        assert_eq!(claims.heard(7, 0, &says(RIVAL), now + DEFEND), Some(Action::Announce(VIP)));
         assert_eq!((claims.ours().len(), claims.taken().len(), claims.conflicts().len()), (1, 0, 1));
         claims.due(now + DEFEND + REANNOUNCE, |_| true);
         assert!(claims.conflicts().is_empty());
@@ -321,7 +332,8 @@ mod tests {
         claims.want(&BTreeSet::from([VIP]), &BTreeSet::new(), &BTreeSet::new(), now);
         assert!(claims.due(now, |interface| interface != 7).is_empty());
         assert_eq!((claims.next(|interface| interface != 7), claims.next(|_| true)), (None, Some(now)));
-        claims.heard(8, &says(RIVAL), now);
+        claims.heard(8, 0, &says(RIVAL), now);
+        claims.heard(7, 5, &says(RIVAL), now);
         assert!(claims.taken().is_empty());
     }
 
@@ -342,13 +354,13 @@ mod tests {
     fn a_simultaneous_probe_is_a_conflict_only_while_probing() {
         let mut claims = Claims::default();
         let now = Instant::now();
-        let probe = Heard { mac: RIVAL, sender: Ipv4Addr::UNSPECIFIED, target: VIP.1, request: true };
+        let probe = Heard { mac: RIVAL, sender: Ipv4Addr::UNSPECIFIED.into(), target: VIP.address, request: true };
         claims.want(&BTreeSet::from([VIP]), &BTreeSet::new(), &BTreeSet::new(), now);
-        claims.heard(7, &probe, now);
+        claims.heard(7, 0, &probe, now);
         assert_eq!(claims.taken().len(), 1);
         let mut claims = Claims::default();
         claims.want(&BTreeSet::from([VIP]), &BTreeSet::new(), &BTreeSet::from([VIP]), now);
-        assert_eq!(claims.heard(7, &probe, now), None);
+        assert_eq!(claims.heard(7, 0, &probe, now), None);
         assert!(claims.conflicts().is_empty());
     }
 }

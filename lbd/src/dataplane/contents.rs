@@ -1,7 +1,7 @@
 //! Pure: from the plan to the keys and values of the maps.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::IpAddr;
 
 use ipnet::IpNet;
 use lbd_common::abi::{
@@ -22,33 +22,38 @@ use crate::plan::model::{
 pub(super) enum HopKey {
     /// Clients of a segment that are on its link: each by its own MAC.
     OnLink(SegmentId),
-    /// A segment's gateway, whatever its address is now.
+    /// A segment's IPv4 gateway, whatever its address is now.
     Gateway(SegmentId),
+    /// A segment's IPv6 gateway.
+    Gateway6(SegmentId),
     /// A station of a segment.
-    Station(SegmentId, Ipv4Addr),
+    Station(SegmentId, IpAddr),
 }
 
 const KIND_ON_LINK: u16 = 1;
 const KIND_GATEWAY: u16 = 2;
 const KIND_STATION: u16 = 3;
+const KIND_GATEWAY6: u16 = 4;
 
 impl HopKey {
     /// As it is kept beside the next hops, so that a restart finds the same indexes; `address` is the gateway's.
-    pub(super) fn record(self, address: Option<Ipv4Addr>) -> AddressKey {
+    pub(super) fn record(self, address: Option<IpAddr>) -> AddressKey {
         let (kind, segment, address) = match self {
             Self::OnLink(segment) => (KIND_ON_LINK, segment, None),
             Self::Gateway(segment) => (KIND_GATEWAY, segment, address),
+            Self::Gateway6(segment) => (KIND_GATEWAY6, segment, address),
             Self::Station(segment, address) => (KIND_STATION, segment, Some(address)),
         };
-        AddressKey { address: address.map_or([0; 16], |address| abi::mapped(address.octets())), segment, port_be: kind }
+        AddressKey { address: address.map_or([0; 16], mapped), segment, port_be: kind }
     }
 
     /// Reads a record back.
-    pub(super) fn from_record(record: &AddressKey) -> Option<(Self, Option<Ipv4Addr>)> {
-        let address = (record.address != [0; 16]).then(|| Ipv4Addr::from(abi::unmapped(&record.address)));
-        match (record.port_be, address) {
+    pub(super) fn from_record(record: &AddressKey) -> Option<(Self, Option<IpAddr>)> {
+        let found = (record.address != [0; 16]).then(|| address(&record.address));
+        match (record.port_be, found) {
             (KIND_ON_LINK, _) => Some((Self::OnLink(record.segment), None)),
             (KIND_GATEWAY, address) => Some((Self::Gateway(record.segment), address)),
+            (KIND_GATEWAY6, address) => Some((Self::Gateway6(record.segment), address)),
             (KIND_STATION, Some(address)) => Some((Self::Station(record.segment, address), Some(address))),
             _ => None,
         }
@@ -56,45 +61,46 @@ impl HopKey {
 
     pub(super) const fn segment(self) -> SegmentId {
         match self {
-            Self::OnLink(segment) | Self::Gateway(segment) | Self::Station(segment, _) => segment,
+            Self::OnLink(segment) | Self::Gateway(segment) | Self::Gateway6(segment) | Self::Station(segment, _) => {
+                segment
+            }
         }
     }
 }
 
 /// The station that a packet to `address` goes to next: itself on the link, else the segment's gateway.
-pub(super) fn hop_to(segment_id: SegmentId, segment: &SegmentPlan, address: Ipv4Addr) -> HopKey {
-    let on_link = segment.networks.iter().any(|network| network.contains(&IpAddr::V4(address)));
-    if !on_link && gateway4(segment).is_some() {
-        HopKey::Gateway(segment_id)
-    } else {
+pub(super) fn hop_to(segment_id: SegmentId, segment: &SegmentPlan, address: IpAddr) -> HopKey {
+    let link_local = matches!(address, IpAddr::V6(address) if address.is_unicast_link_local());
+    let on_link = link_local || segment.networks.iter().any(|network| network.contains(&address));
+    if on_link || gateway(segment, address.is_ipv6()).is_none() {
         HopKey::Station(segment_id, address)
+    } else if address.is_ipv6() {
+        HopKey::Gateway6(segment_id)
+    } else {
+        HopKey::Gateway(segment_id)
     }
 }
 
-/// A segment's IPv4 gateway.
-pub(super) fn gateway4(segment: &SegmentPlan) -> Option<Ipv4Addr> {
-    segment.gateways.iter().find_map(|gateway| match gateway {
-        IpAddr::V4(address) => Some(*address),
-        IpAddr::V6(_) => None,
-    })
+/// A segment's gateway of a family.
+pub(super) fn gateway(segment: &SegmentPlan, six: bool) -> Option<IpAddr> {
+    segment.gateways.iter().copied().find(|gateway| gateway.is_ipv6() == six)
 }
 
 /// The next hops that a plan needs, with the address to resolve for each.
-pub(super) fn hops(plan: &Plan) -> BTreeMap<HopKey, Option<Ipv4Addr>> {
+pub(super) fn hops(plan: &Plan) -> BTreeMap<HopKey, Option<IpAddr>> {
     let mut wanted = BTreeMap::new();
     for (&id, segment) in &plan.segments {
         if segment.tenant_side {
             wanted.insert(HopKey::OnLink(id), None);
-            wanted.insert(HopKey::Gateway(id), gateway4(segment));
+            wanted.insert(HopKey::Gateway(id), gateway(segment, false));
+            wanted.insert(HopKey::Gateway6(id), gateway(segment, true));
         }
     }
     for backend in plan.backends.values() {
-        let (IpAddr::V4(address), Some(segment)) = (backend.address, plan.segments.get(&backend.segment)) else {
-            continue;
-        };
-        match hop_to(backend.segment, segment, address) {
-            key @ HopKey::Station(..) => wanted.insert(key, Some(address)),
-            key => wanted.insert(key, gateway4(segment)),
+        let Some(segment) = plan.segments.get(&backend.segment) else { continue };
+        match hop_to(backend.segment, segment, backend.address) {
+            key @ HopKey::Station(..) => wanted.insert(key, Some(backend.address)),
+            key => wanted.insert(key, gateway(segment, backend.address.is_ipv6())),
         };
     }
     wanted
@@ -138,6 +144,7 @@ pub(super) fn segment(
     plan: &SegmentPlan,
     interface: &InterfaceFacts,
     gateway_next_hop: u16,
+    gateway6_next_hop: u16,
     on_link_next_hop: u16,
 ) -> Segment {
     let network = plan.networks.iter().find_map(|network| match network {
@@ -159,7 +166,7 @@ pub(super) fn segment(
         gateway_next_hop,
         on_link_next_hop,
         vlan: plan.name.vlan.unwrap_or(0),
-        gateway6_next_hop: gateway_next_hop,
+        gateway6_next_hop,
         network4_be: network.map_or(0, |network| u32::from_ne_bytes(network.network().octets())),
         mask4_be: network.map_or(0, |network| u32::from_ne_bytes(network.netmask().octets())),
         mtu: interface.mtu,
@@ -255,7 +262,7 @@ pub(super) fn address_key(segment: SegmentId, address: IpAddr) -> AddressKey {
     AddressKey { address: mapped(address), segment, port_be: 0 }
 }
 
-/// Whether ARP requests for the address are ours to answer: not if the kernel does.
+/// Whether ARP requests and neighbour solicitations for the address are ours to answer: not if the kernel does.
 pub(super) const fn answered(plan: &AddressPlan) -> bool {
     !plan.host && (plan.vip || plan.snat.is_some())
 }
@@ -279,16 +286,12 @@ pub(super) fn local_address(plan: &AddressPlan, answer: bool) -> LocalAddress {
 
 /// All of map `addresses`: the plan's addresses, its backends, and the ports that those serve. `answer` says whether no other station
 /// has the address.
-pub(super) fn addresses(
-    plan: &Plan,
-    answer: impl Fn(SegmentId, Ipv4Addr) -> bool,
-) -> BTreeMap<AddressKey, LocalAddress> {
+pub(super) fn addresses(plan: &Plan, answer: impl Fn(SegmentId, IpAddr) -> bool) -> BTreeMap<AddressKey, LocalAddress> {
     let mut wanted: BTreeMap<AddressKey, LocalAddress> = plan
         .addresses
         .iter()
         .map(|(&(segment, address), plan)| {
-            let answer = matches!(address, IpAddr::V4(address) if answer(segment, address));
-            (address_key(segment, address), local_address(plan, answer))
+            (address_key(segment, address), local_address(plan, answer(segment, address)))
         })
         .collect();
     for backend in plan.backends.values() {
@@ -353,20 +356,46 @@ mod tests {
     #[test]
     fn off_link_backends_go_through_the_gateway() {
         let plan = segment_plan(&["192.0.2.0/24"], &["2001:db8::1", "192.0.2.1"]);
-        assert_eq!(hop_to(3, &plan, Ipv4Addr::new(192, 0, 2, 9)), HopKey::Station(3, Ipv4Addr::new(192, 0, 2, 9)));
-        assert_eq!(hop_to(3, &plan, Ipv4Addr::new(10, 0, 0, 9)), HopKey::Gateway(3));
-        let lonely = segment_plan(&["192.0.2.0/24"], &[]);
-        assert_eq!(hop_to(3, &lonely, Ipv4Addr::new(10, 0, 0, 9)), HopKey::Station(3, Ipv4Addr::new(10, 0, 0, 9)));
+        let to = |plan: &SegmentPlan, text: &str| hop_to(3, plan, text.parse().unwrap());
+        let station = |text: &str| HopKey::Station(3, text.parse().unwrap());
+        assert_eq!(to(&plan, "192.0.2.9"), station("192.0.2.9"));
+        assert_eq!(to(&plan, "10.0.0.9"), HopKey::Gateway(3));
+        assert_eq!(to(&plan, "2001:db8:9::9"), HopKey::Gateway6(3));
+        assert_eq!(to(&plan, "fe80::9"), station("fe80::9"));
+        let lonely = segment_plan(&["192.0.2.0/24", "2001:db8::/64"], &["fe80::1"]);
+        assert_eq!(to(&lonely, "10.0.0.9"), station("10.0.0.9"));
+        assert_eq!(to(&lonely, "2001:db8::9"), station("2001:db8::9"));
+        assert_eq!(to(&lonely, "2001:db8:9::9"), HopKey::Gateway6(3));
+    }
+
+    #[test]
+    fn both_families_have_a_gateway_which_may_be_link_local() {
+        let mut plan = Plan::default();
+        plan.segments.insert(3, segment_plan(&["192.0.2.0/24", "2001:db8::/64"], &["fe80::1", "192.0.2.1"]));
+        for (id, address) in [(1, "2001:db8:9::9"), (2, "2001:db8::9")] {
+            let address = address.parse().unwrap();
+            plan.backends.insert(id, BackendPlan { address, port: 80, segment: 3, node: None, eligible: true });
+        }
+        let wanted = BTreeMap::from([
+            (HopKey::OnLink(3), None),
+            (HopKey::Gateway(3), Some("192.0.2.1".parse().unwrap())),
+            (HopKey::Gateway6(3), Some("fe80::1".parse().unwrap())),
+            (HopKey::Station(3, "2001:db8::9".parse().unwrap()), Some("2001:db8::9".parse().unwrap())),
+        ]);
+        assert_eq!(hops(&plan), wanted);
     }
 
     #[test]
     fn records_of_next_hops_survive() {
-        let address = Ipv4Addr::new(10, 0, 0, 11);
+        let (four, six): (IpAddr, IpAddr) = ("10.0.0.11".parse().unwrap(), "2001:db8::11".parse().unwrap());
         for (key, address) in [
             (HopKey::OnLink(2), None),
-            (HopKey::Gateway(2), Some(address)),
+            (HopKey::Gateway(2), Some(four)),
             (HopKey::Gateway(2), None),
-            (HopKey::Station(4, address), Some(address)),
+            (HopKey::Gateway6(2), Some(six)),
+            (HopKey::Gateway6(2), None),
+            (HopKey::Station(4, four), Some(four)),
+            (HopKey::Station(4, six), Some(six)),
         ] {
             assert_eq!(HopKey::from_record(&key.record(address)), Some((key, address)));
         }
@@ -409,7 +438,7 @@ mod tests {
 
     #[test]
     fn a_segment_has_its_first_ipv4_network() {
-        let value = segment(3, &segment_plan(&["2001:db8::/64", "192.0.2.0/24"], &[]), &interface(), 5, 6);
+        let value = segment(3, &segment_plan(&["2001:db8::/64", "192.0.2.0/24"], &[]), &interface(), 5, 7, 6);
         assert_eq!(
             (value.network4_be.to_ne_bytes(), value.mask4_be.to_ne_bytes()),
             ([192, 0, 2, 0], [255, 255, 255, 0])

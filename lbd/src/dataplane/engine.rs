@@ -1,13 +1,14 @@
 //! The contents of the maps: what is wanted, what is there, and the order of changes.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use std::{io, iter};
 
 use bytemuck::Pod;
+use ipnet::IpNet;
 use lbd_common::abi::{
     self, ADDRESS_ANSWER, Address, AddressKey, Backend, ControlRequest, ControlRequest4, Flow4, FlowKey4, Frontend,
     FrontendEvents, FrontendKey, FrontendOwner, LocalAddress, MaglevChunk, NextHop, Segment, Settings, Tenant,
@@ -48,7 +49,7 @@ impl Region {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Hop {
     index: u16,
-    address: Option<Ipv4Addr>,
+    address: Option<IpAddr>,
 }
 
 /// What talks to the datapath's programs and flows; absent in unit tests.
@@ -165,7 +166,7 @@ pub(super) struct Engine {
     pub(super) nics: BTreeMap<String, Nic>,
     pub(super) claims: Claims,
     /// Addresses that were answered for when this agent started.
-    kept: BTreeSet<(SegmentId, Ipv4Addr)>,
+    kept: BTreeSet<(SegmentId, IpAddr)>,
     plan: Arc<Plan>,
     regions: Regions,
     by_content: BTreeMap<Arc<[u16]>, Region>,
@@ -211,7 +212,7 @@ impl Engine {
             .shadow()
             .iter()
             .filter(|(_, value)| value.flags & ADDRESS_ANSWER != 0)
-            .map(|(key, _)| (key.segment, Ipv4Addr::from(abi::unmapped(&key.address))))
+            .map(|(key, _)| (key.segment, contents::address(&key.address)))
             .collect();
         Ok(engine)
     }
@@ -219,18 +220,14 @@ impl Engine {
     /// What the maps say of ids, before anything is written.
     pub(super) fn pinned(&self) -> Pinned {
         let mut pinned = Pinned::default();
-        let at: BTreeMap<u32, SegmentName> = self
-            .nics
-            .values()
-            .map(|nic| {
-                let name = SegmentName { interface: nic.interface.clone(), vlan: None };
-                (abi::segment_index(nic.slot, 0), name)
-            })
-            .collect();
+        let at: BTreeMap<u32, &str> =
+            self.nics.values().map(|nic| (abi::segment_index(nic.slot, 0), nic.interface.as_str())).collect();
         for (index, segment) in self.tables.segments.shadow().iter().filter(|(_, segment)| segment.id != 0) {
             pinned.last_segment = pinned.last_segment.max(segment.id);
-            if let Some(name) = at.get(index) {
-                pinned.segments.insert(name.clone(), segment.id);
+            let vlan = index % abi::VLANS;
+            if let Some(&interface) = at.get(&(index - vlan)) {
+                let vlan = Some(vlan as u16).filter(|&vlan| vlan != 0);
+                pinned.segments.insert(SegmentName { interface: interface.to_owned(), vlan }, segment.id);
             }
         }
         for key in self.hops.keys() {
@@ -437,7 +434,7 @@ impl Engine {
     }
 
     /// Takes an index that neither the plan nor any flow uses.
-    fn recycle_hop(&mut self, wanted: &BTreeMap<HopKey, Option<Ipv4Addr>>) -> Option<u16> {
+    fn recycle_hop(&mut self, wanted: &BTreeMap<HopKey, Option<IpAddr>>) -> Option<u16> {
         let mut used: BTreeSet<u16> = BTreeSet::new();
         if let Some(programs) = &self.programs {
             programs
@@ -457,20 +454,20 @@ impl Engine {
         let Some(&hop) = self.hops.get(&key) else { return };
         let Some(segment) = self.plan.segments.get(&key.segment()) else { return };
         let Some(interface) = self.interface(segment) else { return };
-        let neighbour = hop.address.and_then(|address| self.neighbours.get(&(interface.index, address)));
+        let neighbour = hop.address.and_then(|address| self.neighbours.get(&self.station(segment, interface, address)));
         let old = self.tables.hops.get(&u32::from(hop.index));
         let value = contents::next_hop(key, segment.name.vlan, interface, neighbour, old, same_address);
         self.tables.hops.put(u32::from(hop.index), value, writer);
     }
 
     /// A neighbour has changed.
-    pub(super) fn neighbour(&mut self, ifindex: u32, address: Ipv4Addr, neighbour: Option<Neighbour>) {
+    pub(super) fn neighbour(&mut self, place: Place, neighbour: Option<Neighbour>) {
         match neighbour {
-            Some(neighbour) => self.neighbours.insert((ifindex, address), neighbour),
-            None => self.neighbours.remove(&(ifindex, address)),
+            Some(neighbour) => self.neighbours.insert(place, neighbour),
+            None => self.neighbours.remove(&place),
         };
         let keys: Vec<HopKey> =
-            self.hops.iter().filter(|(_, hop)| hop.address == Some(address)).map(|(&key, _)| key).collect();
+            self.hops.iter().filter(|(_, hop)| hop.address == Some(place.address)).map(|(&key, _)| key).collect();
         let mut writer = Writer::new(&self.faults);
         for key in keys {
             self.write_hop(key, true, &mut writer);
@@ -491,14 +488,22 @@ impl Engine {
         }
     }
 
-    /// The neighbours that the kernel shall keep resolved.
-    pub(super) fn to_resolve(&self) -> BTreeSet<(u32, Ipv4Addr)> {
+    /// Where a station of a segment is resolved: on the kernel's interface for the segment; by lbd itself on a VLAN without one.
+    fn station(&self, segment: &SegmentPlan, interface: &InterfaceFacts, address: IpAddr) -> Place {
+        match self.facts.of(&segment.name).filter(|own| own.up) {
+            Some(own) => Place { interface: own.index, vlan: 0, address },
+            None => Place { interface: interface.index, vlan: segment.name.vlan.unwrap_or(0), address },
+        }
+    }
+
+    /// The neighbours to keep resolved: untagged ones by the kernel, tagged ones by lbd.
+    pub(super) fn to_resolve(&self) -> BTreeSet<Place> {
         self.needed
             .iter()
             .filter_map(|key| {
                 let segment = self.plan.segments.get(&key.segment())?;
                 let interface = self.interface(segment).filter(|interface| interface.up)?;
-                Some((interface.index, self.hops.get(key)?.address?))
+                Some(self.station(segment, interface, self.hops.get(key)?.address?))
             })
             .collect()
     }
@@ -517,9 +522,8 @@ impl Engine {
             .backends
             .iter()
             .filter_map(|(&id, backend)| {
-                let IpAddr::V4(address) = backend.address else { return None };
                 let segment = self.plan.segments.get(&backend.segment)?;
-                let hop = self.hops.get(&contents::hop_to(backend.segment, segment, address))?;
+                let hop = self.hops.get(&contents::hop_to(backend.segment, segment, backend.address))?;
                 Some((u32::from(id), contents::backend(backend, hop.index)))
             })
             .collect()
@@ -703,16 +707,17 @@ impl Engine {
                 let nic = self.nics.get(&segment.name.interface)?;
                 let interface = self.interface(segment)?;
                 let at = abi::segment_index(nic.slot, segment.name.vlan.unwrap_or(0));
-                let (gateway, on_link) = (index(HopKey::Gateway(id)), index(HopKey::OnLink(id)));
-                Some((at, contents::segment(id, segment, interface, gateway, on_link)))
+                let (gateway, gateway6) = (index(HopKey::Gateway(id)), index(HopKey::Gateway6(id)));
+                let on_link = index(HopKey::OnLink(id));
+                Some((at, contents::segment(id, segment, interface, gateway, gateway6, on_link)))
             })
             .collect()
     }
 
-    /// The place of an address: the index of its segment's interface.
-    fn place(&self, segment: SegmentId, address: Ipv4Addr) -> Option<Place> {
+    /// The place of an address: its segment's interface and VLAN.
+    fn place(&self, segment: SegmentId, address: IpAddr) -> Option<Place> {
         let plan = self.plan.segments.get(&segment)?;
-        Some((self.interface(plan)?.index, address))
+        Some(Place { interface: self.interface(plan)?.index, vlan: plan.name.vlan.unwrap_or(0), address })
     }
 
     fn wanted_addresses(&self) -> BTreeMap<AddressKey, LocalAddress> {
@@ -733,9 +738,7 @@ impl Engine {
     pub(super) fn claim_addresses(&mut self, now: Instant) {
         let mut needed = BTreeSet::new();
         for (&(segment, address), plan) in &self.plan.addresses {
-            if let IpAddr::V4(address) = address
-                && contents::answered(plan)
-            {
+            if contents::answered(plan) {
                 needed.extend(self.place(segment, address));
             }
         }
@@ -749,27 +752,28 @@ impl Engine {
         let mut ahead = BTreeSet::new();
         for tenant in &self.config.tenants {
             let Some(interface) = self.facts.interfaces.get(&tenant.segment.interface) else { continue };
-            if tenant.segment.vlan.is_some() {
-                continue;
-            }
-            let host = interface.all_addresses.iter().map(ipnet::IpNet::addr).chain(interface.gateways.iter().copied());
+            let vlan = tenant.segment.vlan.unwrap_or(0);
+            let place = |address| Place { interface: interface.index, vlan, address };
+            let own = self.facts.of(&tenant.segment).into_iter();
+            let host =
+                own.flat_map(|own| own.all_addresses.iter().map(IpNet::addr).chain(own.gateways.iter().copied()));
             let mut unusable: BTreeSet<IpAddr> = host.chain(tenant.gateway).collect();
             unusable.extend(tenant.address.map(|address| address.addr()));
             let free = tenant.pools.iter().flat_map(addresses_of).filter(|&address| {
-                !needed.contains(&(interface.index, address))
-                    && !unusable.contains(&IpAddr::V4(address))
-                    && !tenant.avoid.iter().any(|range| range.contains(IpAddr::V4(address)))
+                !needed.contains(&place(address))
+                    && !unusable.contains(&address)
+                    && !tenant.avoid.iter().any(|range| range.contains(address))
             });
-            ahead.extend(free.take(AHEAD).map(|address| (interface.index, address)));
+            ahead.extend(free.take(AHEAD).map(place));
         }
         ahead
     }
 
     /// Whose a place is.
     pub(super) fn whose(&self, place: Place) -> Option<Whose> {
-        let (name, _) = self.facts.interfaces.iter().find(|(_, interface)| interface.index == place.0)?;
-        let segment = SegmentName { interface: name.clone(), vlan: None };
-        let address = IpAddr::V4(place.1);
+        let (name, _) = self.facts.interfaces.iter().find(|(_, interface)| interface.index == place.interface)?;
+        let segment = SegmentName { interface: name.clone(), vlan: Some(place.vlan).filter(|&vlan| vlan != 0) };
+        let address = place.address;
         let id = self.plan.segments.iter().find(|(_, plan)| plan.name == segment).map(|(&id, _)| id);
         let planned = id.and_then(|id| {
             let tenant = self.plan.addresses.get(&(id, address))?.tenant;
@@ -809,9 +813,14 @@ impl Retired {
     }
 }
 
-fn addresses_of(range: &AddressRange) -> Box<dyn Iterator<Item = Ipv4Addr>> {
+fn addresses_of(range: &AddressRange) -> Box<dyn Iterator<Item = IpAddr>> {
     match (range.first, range.last) {
-        (IpAddr::V4(first), IpAddr::V4(last)) => Box::new((u32::from(first)..=u32::from(last)).map(Ipv4Addr::from)),
+        (IpAddr::V4(first), IpAddr::V4(last)) => {
+            Box::new((u32::from(first)..=u32::from(last)).map(|bits| IpAddr::V4(Ipv4Addr::from(bits))))
+        }
+        (IpAddr::V6(first), IpAddr::V6(last)) => {
+            Box::new((u128::from(first)..=u128::from(last)).map(|bits| IpAddr::V6(Ipv6Addr::from(bits))))
+        }
         _ => Box::new(iter::empty()),
     }
 }
@@ -1069,6 +1078,8 @@ mod tests {
                 "hops",
                 "records",
                 "hops",
+                "records",
+                "hops",
                 "tenants",
                 "backends",
                 "maglev",
@@ -1174,19 +1185,20 @@ mod tests {
         let bench = Bench::new();
         let mut engine = bench.engine();
         engine.apply(&plan(1, 1021), Instant::now()).unwrap();
-        let node = Ipv4Addr::new(10, 0, 0, 11);
+        let node = IpAddr::from([10, 0, 0, 11]);
+        let at = |interface| Place { interface, vlan: 0, address: node };
         let index = u32::from(engine.hops[&HopKey::Station(2, node)].index);
         let hop = |bench: &Bench| bench.hops.entries.lock().unwrap()[&index];
         assert_eq!(hop(&bench).flags, 0);
-        assert!(engine.to_resolve().contains(&(8, node)));
+        assert!(engine.to_resolve().contains(&at(8)));
         let good = Neighbour { mac: Some([2, 9, 9, 9, 9, 9]), valid: true, ..Neighbour::default() };
-        engine.neighbour(8, node, Some(good));
+        engine.neighbour(at(8), Some(good));
         assert_eq!((hop(&bench).destination, hop(&bench).flags), ([2, 9, 9, 9, 9, 9], abi::NEXT_HOP_RESOLVED));
-        engine.neighbour(8, node, None);
+        engine.neighbour(at(8), None);
         assert_eq!(hop(&bench).destination, [2, 9, 9, 9, 9, 9]);
         // Another interface's neighbour of the same address is another station.
         let other = Neighbour { mac: Some([2, 8, 8, 8, 8, 8]), valid: true, ..Neighbour::default() };
-        engine.neighbour(7, node, Some(other));
+        engine.neighbour(at(7), Some(other));
         assert_eq!(hop(&bench).destination, [2, 9, 9, 9, 9, 9]);
         engine.facts.interfaces.get_mut("hub0").unwrap().mac = [2, 7, 7, 7, 7, 7];
         engine.refresh();
@@ -1220,9 +1232,9 @@ mod tests {
         let bench = Bench::new();
         let mut engine = bench.engine();
         engine.plan = Arc::new(plan(1, 1021));
-        let needed = BTreeSet::from([(7, Ipv4Addr::new(192, 0, 2, 33))]);
-        let ahead: Vec<u8> = engine.ahead(&needed).into_iter().map(|(_, address)| address.octets()[3]).collect();
-        assert_eq!(ahead, [32, 34, 35, 36]);
+        let needed = BTreeSet::from([Place { interface: 7, vlan: 0, address: IpAddr::from([192, 0, 2, 33]) }]);
+        let ahead: Vec<String> = engine.ahead(&needed).iter().map(|place| place.address.to_string()).collect();
+        assert_eq!(ahead, ["192.0.2.32", "192.0.2.34", "192.0.2.35", "192.0.2.36"]);
     }
 
     #[test]

@@ -481,13 +481,11 @@ pub fn detach(bpffs: &Path) -> Result<Detached, DataplaneError> {
         facts.interfaces.iter().map(|(name, interface)| (name.clone(), interface.index)).collect();
     interfaces.extend(loader::detach_left_overs(&mut client, &indexes));
     let mut released = 0;
-    for ((ifindex, address), neighbour) in
-        client.neighbours().map_err(DataplaneError::system("cannot list neighbours"))?
-    {
+    for (place, neighbour) in client.neighbours().map_err(DataplaneError::system("cannot list neighbours"))? {
         if neighbour.ours {
             client
-                .release(ifindex, address)
-                .map_err(DataplaneError::system(format!("cannot release the neighbour {address}")))?;
+                .release(place)
+                .map_err(DataplaneError::system(format!("cannot release the neighbour {}", place.address)))?;
             released += 1;
         }
     }

@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::IpAddr;
 use std::os::fd::AsRawFd;
 
 use ipnet::IpNet;
@@ -12,7 +12,9 @@ use rtnetlink::packet_core::{
     NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NLM_F_REPLACE, NLM_F_REQUEST, NetlinkHeader, NetlinkMessage, NetlinkPayload,
 };
 use rtnetlink::packet_route::address::{AddressAttribute, AddressFlags, AddressMessage};
-use rtnetlink::packet_route::link::{InfoKind, LinkAttribute, LinkFlags, LinkInfo, LinkMessage, LinkXdp, XdpAttached};
+use rtnetlink::packet_route::link::{
+    InfoData, InfoKind, InfoVlan, LinkAttribute, LinkFlags, LinkInfo, LinkMessage, LinkXdp, XdpAttached,
+};
 use rtnetlink::packet_route::neighbour::{
     NeighbourAddress, NeighbourAttribute, NeighbourExtFlags, NeighbourFlags, NeighbourMessage, NeighbourState,
 };
@@ -20,6 +22,7 @@ use rtnetlink::packet_route::route::{RouteAddress, RouteAttribute, RouteMessage,
 use rtnetlink::packet_route::{AddressFamily, RouteNetlinkMessage};
 use rtnetlink::sys::{Socket, SocketAddr, protocols::NETLINK_ROUTE};
 
+use super::claims::Place;
 use super::{InterfaceXdp, Mode};
 use crate::plan::model::{HostFacts, InterfaceFacts};
 
@@ -29,7 +32,7 @@ const NEIGHBOUR_PROTOCOL: u8 = 171;
 /// Groups: links, neighbours, IPv4 and IPv6 addresses and routes.
 const GROUPS: u32 = 1 << 0 | 1 << 2 | 1 << 4 | 1 << 6 | 1 << 8 | 1 << 10;
 
-/// An IPv4 neighbour.
+/// A neighbour.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Neighbour {
     /// Its MAC, if it is known.
@@ -44,8 +47,8 @@ pub(super) struct Neighbour {
     pub(super) permanent: bool,
 }
 
-/// Neighbours by interface and address.
-pub(super) type Neighbours = BTreeMap<(u32, Ipv4Addr), Neighbour>;
+/// Neighbours by where they are.
+pub(super) type Neighbours = BTreeMap<Place, Neighbour>;
 
 /// More of an interface than the plan needs.
 #[derive(Clone, Debug, Default)]
@@ -159,24 +162,26 @@ impl Client {
         Ok(details)
     }
 
-    /// IPv4 neighbours.
+    /// Neighbours of both families.
     pub(super) fn neighbours(&mut self) -> io::Result<Neighbours> {
-        let mut request = NeighbourMessage::default();
-        request.header.family = AddressFamily::Inet;
         let mut found = Neighbours::new();
-        self.dump(RouteNetlinkMessage::GetNeighbour(request), |message| {
-            if let RouteNetlinkMessage::NewNeighbour(message) = message
-                && let Some((key, neighbour)) = neighbour(&message)
-            {
-                found.insert(key, neighbour);
-            }
-        })?;
+        for family in [AddressFamily::Inet, AddressFamily::Inet6] {
+            let mut request = NeighbourMessage::default();
+            request.header.family = family;
+            self.dump(RouteNetlinkMessage::GetNeighbour(request), |message| {
+                if let RouteNetlinkMessage::NewNeighbour(message) = message
+                    && let Some((place, neighbour)) = neighbour(&message)
+                {
+                    found.insert(place, neighbour);
+                }
+            })?;
+        }
         Ok(found)
     }
 
     /// Has the kernel resolve a neighbour now and, from 5.16 on, keep it fresh.
-    pub(super) fn resolve(&mut self, ifindex: u32, address: Ipv4Addr) -> io::Result<()> {
-        let mut request = neighbour_request(ifindex, address);
+    pub(super) fn resolve(&mut self, place: Place) -> io::Result<()> {
+        let mut request = neighbour_request(place);
         request.header.flags = NeighbourFlags::Use;
         request.attributes.push(NeighbourAttribute::ExtFlags(NeighbourExtFlags::Managed));
         request.attributes.push(NeighbourAttribute::Protocol(RouteProtocol::from(NEIGHBOUR_PROTOCOL)));
@@ -185,8 +190,8 @@ impl Client {
     }
 
     /// Forgets a neighbour that we manage.
-    pub(super) fn release(&mut self, ifindex: u32, address: Ipv4Addr) -> io::Result<()> {
-        self.send(RouteNetlinkMessage::DelNeighbour(neighbour_request(ifindex, address)), NLM_F_ACK)?;
+    pub(super) fn release(&mut self, place: Place) -> io::Result<()> {
+        self.send(RouteNetlinkMessage::DelNeighbour(neighbour_request(place)), NLM_F_ACK)?;
         match self.answers(|_| {}) {
             Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(()),
             result => result,
@@ -252,9 +257,9 @@ pub(super) enum Event {
     /// Links, addresses or routes have changed: ask again.
     Facts,
     /// A neighbour has changed.
-    Neighbour((u32, Ipv4Addr), Neighbour),
+    Neighbour(Place, Neighbour),
     /// A neighbour entry is gone.
-    NeighbourGone(u32, Ipv4Addr),
+    NeighbourGone(Place),
     /// Events were lost: ask for everything again.
     Lost,
 }
@@ -305,11 +310,9 @@ impl Events {
 fn event(message: &RouteNetlinkMessage) -> Option<Event> {
     match message {
         RouteNetlinkMessage::NewNeighbour(message) => {
-            neighbour(message).map(|(key, neighbour)| Event::Neighbour(key, neighbour))
+            neighbour(message).map(|(place, neighbour)| Event::Neighbour(place, neighbour))
         }
-        RouteNetlinkMessage::DelNeighbour(message) => {
-            neighbour(message).map(|((ifindex, address), _)| Event::NeighbourGone(ifindex, address))
-        }
+        RouteNetlinkMessage::DelNeighbour(message) => neighbour(message).map(|(place, _)| Event::NeighbourGone(place)),
         RouteNetlinkMessage::NewLink(_)
         | RouteNetlinkMessage::DelLink(_)
         | RouteNetlinkMessage::NewAddress(_)
@@ -339,19 +342,23 @@ fn messages(buffer: &[u8]) -> Vec<NetlinkMessage<RouteNetlinkMessage>> {
     found
 }
 
-fn neighbour_request(ifindex: u32, address: Ipv4Addr) -> NeighbourMessage {
+fn neighbour_request(place: Place) -> NeighbourMessage {
     let mut request = NeighbourMessage::default();
-    request.header.family = AddressFamily::Inet;
-    request.header.ifindex = ifindex;
+    let (family, address) = match place.address {
+        IpAddr::V4(address) => (AddressFamily::Inet, NeighbourAddress::Inet(address)),
+        IpAddr::V6(address) => (AddressFamily::Inet6, NeighbourAddress::Inet6(address)),
+    };
+    request.header.family = family;
+    request.header.ifindex = place.interface;
     request.header.state = NeighbourState::None;
     request.header.kind = RouteType::Unicast;
-    request.attributes.push(NeighbourAttribute::Destination(NeighbourAddress::Inet(address)));
+    request.attributes.push(NeighbourAttribute::Destination(address));
     request
 }
 
-fn neighbour(message: &NeighbourMessage) -> Option<((u32, Ipv4Addr), Neighbour)> {
+fn neighbour(message: &NeighbourMessage) -> Option<(Place, Neighbour)> {
     const VALID: u16 = 0x02 | 0x04 | 0x08 | 0x10 | 0x80;
-    if message.header.family != AddressFamily::Inet {
+    if !matches!(message.header.family, AddressFamily::Inet | AddressFamily::Inet6) {
         return None;
     }
     let mut address = None;
@@ -359,7 +366,12 @@ fn neighbour(message: &NeighbourMessage) -> Option<((u32, Ipv4Addr), Neighbour)>
     let mut mac = None;
     for attribute in &message.attributes {
         match attribute {
-            NeighbourAttribute::Destination(NeighbourAddress::Inet(destination)) => address = Some(*destination),
+            NeighbourAttribute::Destination(NeighbourAddress::Inet(destination)) => {
+                address = Some(IpAddr::V4(*destination));
+            }
+            NeighbourAttribute::Destination(NeighbourAddress::Inet6(destination)) => {
+                address = Some(IpAddr::V6(*destination));
+            }
             NeighbourAttribute::LinkLayerAddress(bytes) => mac = <[u8; 6]>::try_from(bytes.as_slice()).ok(),
             NeighbourAttribute::Protocol(protocol) => found.ours = u8::from(*protocol) == NEIGHBOUR_PROTOCOL,
             NeighbourAttribute::ExtFlags(flags) => found.managed = flags.contains(NeighbourExtFlags::Managed),
@@ -370,7 +382,7 @@ fn neighbour(message: &NeighbourMessage) -> Option<((u32, Ipv4Addr), Neighbour)>
     found.valid = state & VALID != 0;
     found.permanent = message.header.state == NeighbourState::Permanent;
     found.mac = mac.filter(|mac| *mac != [0; 6]);
-    Some(((message.header.ifindex, address?), found))
+    Some((Place { interface: message.header.ifindex, vlan: 0, address: address? }, found))
 }
 
 fn link_details(link: &LinkMessage) -> LinkDetails {
@@ -432,22 +444,30 @@ fn facts(links: &[LinkMessage], addresses: &[AddressMessage], routes: &[RouteMes
             ..InterfaceFacts::default()
         };
         let mut name = String::new();
+        let (mut parent, mut vlan) = (None, None);
         for attribute in &link.attributes {
             match attribute {
                 LinkAttribute::IfName(found) => name.clone_from(found),
                 LinkAttribute::Mtu(mtu) => interface.mtu = *mtu,
+                LinkAttribute::Link(index) => parent = Some(*index),
+                LinkAttribute::LinkInfo(parts) => vlan = vlan_id(parts),
                 LinkAttribute::Address(bytes) => {
                     interface.mac = <[u8; 6]>::try_from(bytes.as_slice()).unwrap_or_default();
                 }
                 _ => {}
             }
         }
+        interface.vlan = parent.zip(vlan);
         by_index.insert(link.header.index, (name, interface));
     }
     let mut secondary = Vec::new();
     for message in addresses {
         let Some((_, interface)) = by_index.get_mut(&message.header.index) else { continue };
         let Some((address, flags)) = interface_address(message) else { continue };
+        // The groups that lbd joins look like addresses.
+        if address.addr().is_multicast() {
+            continue;
+        }
         interface.all_addresses.push(address);
         let unusable = AddressFlags::Deprecated | AddressFlags::Tentative | AddressFlags::Dadfailed;
         let link_local = matches!(address.addr(), IpAddr::V6(address) if address.is_unicast_link_local());
@@ -475,6 +495,17 @@ fn facts(links: &[LinkMessage], addresses: &[AddressMessage], routes: &[RouteMes
         }
     }
     HostFacts { interfaces: by_index.into_values().filter(|(name, _)| !name.is_empty()).collect() }
+}
+
+/// The VLAN id of a VLAN interface.
+fn vlan_id(parts: &[LinkInfo]) -> Option<u16> {
+    parts.iter().find_map(|part| match part {
+        LinkInfo::Data(InfoData::Vlan(data)) => data.iter().find_map(|part| match part {
+            InfoVlan::Id(id) => Some(*id),
+            _ => None,
+        }),
+        _ => None,
+    })
 }
 
 fn interface_address(message: &AddressMessage) -> Option<(IpNet, AddressFlags)> {
@@ -534,7 +565,10 @@ fn route_address(address: &RouteAddress) -> Option<IpAddr> {
 
 #[cfg(test)]
 mod tests {
+    use std::net::Ipv4Addr;
+
     use super::*;
+    use crate::config::SegmentName;
 
     fn link(index: u32, name: &str) -> LinkMessage {
         let mut message = LinkMessage::default();
@@ -587,11 +621,25 @@ mod tests {
     }
 
     #[test]
+    fn vlan_interfaces_are_known_by_parent_and_id() {
+        let mut vlan = link(9, "tenant-a");
+        vlan.attributes.push(LinkAttribute::Link(7));
+        let data = InfoData::Vlan(vec![InfoVlan::Id(2003)]);
+        vlan.attributes.push(LinkAttribute::LinkInfo(vec![LinkInfo::Kind(InfoKind::Vlan), LinkInfo::Data(data)]));
+        let found = facts(&[link(7, "ten0"), vlan], &[address(7, "ff02::1:ff00:34/128", AddressFlags::Permanent)], &[]);
+        assert_eq!((found.interfaces["ten0"].vlan, found.interfaces["tenant-a"].vlan), (None, Some((7, 2003))));
+        assert!(found.interfaces["ten0"].all_addresses.is_empty());
+        let of = |vlan| found.of(&SegmentName { interface: "ten0".into(), vlan }).map(|interface| interface.index);
+        assert_eq!((of(None), of(Some(2003)), of(Some(2004))), (Some(7), Some(9), None));
+    }
+
+    #[test]
     fn a_neighbour_without_a_mac_is_not_valid() {
-        let mut message = neighbour_request(3, Ipv4Addr::new(10, 0, 0, 11));
+        let station = Place { interface: 3, vlan: 0, address: "10.0.0.11".parse().unwrap() };
+        let mut message = neighbour_request(station);
         message.header.state = NeighbourState::Failed;
-        let (key, found) = neighbour(&message).unwrap();
-        assert_eq!(key, (3, Ipv4Addr::new(10, 0, 0, 11)));
+        let (place, found) = neighbour(&message).unwrap();
+        assert_eq!(place, station);
         assert_eq!(found, Neighbour::default());
         message.header.state = NeighbourState::Stale;
         message.attributes.push(NeighbourAttribute::LinkLayerAddress(vec![2, 0, 0, 0, 10, 11]));
@@ -599,6 +647,8 @@ mod tests {
         let (_, found) = neighbour(&message).unwrap();
         let mac = Some([2, 0, 0, 0, 10, 11]);
         assert_eq!(found, Neighbour { mac, valid: true, ours: true, ..Neighbour::default() });
+        let router = Place { interface: 3, vlan: 0, address: "fe80::1".parse().unwrap() };
+        assert_eq!(neighbour(&neighbour_request(router)), Some((router, Neighbour::default())));
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{BuildHasherDefault, Hasher};
 use std::io;
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::IpAddr;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 
@@ -208,12 +208,12 @@ impl Pins {
 
     /// Next hops in use by index, with the address that each stands for (`None`: the client's own MAC, or a gateway slot without one).
     pub fn next_hops(&self) -> Result<BTreeMap<u16, (Option<IpAddr>, NextHop)>, DataplaneError> {
-        let records: BTreeMap<u32, Option<Ipv4Addr>> = self
+        let records: BTreeMap<u32, Option<IpAddr>> = self
             .collect(HOP_RECORDS, |&index: &u32, record: &AddressKey| Some((index, HopKey::from_record(record)?.1)))?
             .into_iter()
             .collect();
         let found = self.collect(names::NEXT_HOPS, |&index: &u32, value: &NextHop| {
-            let address = records.get(&index).copied().flatten().map(IpAddr::V4);
+            let address = records.get(&index).copied().flatten();
             (value.ifindex != 0).then_some((index as u16, (address, *value)))
         })?;
         Ok(found.into_iter().collect())

@@ -61,12 +61,12 @@ impl Resolver {
 
 #[cfg(test)]
 mod tests {
-    use std::net::Ipv4Addr;
+    use std::net::{IpAddr, Ipv4Addr};
 
     use super::super::netlink::Neighbour;
     use super::*;
 
-    const NODE: Place = (8, Ipv4Addr::new(10, 0, 0, 11));
+    const NODE: Place = Place { interface: 8, vlan: 0, address: IpAddr::V4(Ipv4Addr::new(10, 0, 0, 11)) };
 
     #[test]
     fn silent_neighbours_are_asked_for_often_then_seldom() {

@@ -134,12 +134,10 @@ fn netlink(shared: &Shared, mut events: Events, mut client: Client, woken: &Unix
         for event in heard {
             match event {
                 Event::Facts => ask_facts = true,
-                Event::Neighbour((ifindex, address), neighbour) => {
-                    shared.engine().neighbour(ifindex, address, Some(neighbour));
-                }
-                Event::NeighbourGone(ifindex, address) => {
-                    shared.engine().neighbour(ifindex, address, None);
-                    resolver.gone((ifindex, address), Instant::now());
+                Event::Neighbour(place, neighbour) => shared.engine().neighbour(place, Some(neighbour)),
+                Event::NeighbourGone(place) => {
+                    shared.engine().neighbour(place, None);
+                    resolver.gone(place, Instant::now());
                 }
                 Event::Lost => (ask_facts, ask_neighbours) = (true, true),
             }
@@ -155,13 +153,13 @@ fn netlink(shared: &Shared, mut events: Events, mut client: Client, woken: &Unix
             match client.neighbours() {
                 Ok(found) => {
                     let mut engine = shared.engine();
-                    let gone: Vec<Place> =
-                        engine.neighbours.keys().filter(|place| !found.contains_key(place)).copied().collect();
-                    for (ifindex, address) in gone {
-                        engine.neighbour(ifindex, address, None);
+                    let by_kernel = engine.neighbours.keys().filter(|place| place.vlan == 0);
+                    let gone: Vec<Place> = by_kernel.filter(|place| !found.contains_key(place)).copied().collect();
+                    for place in gone {
+                        engine.neighbour(place, None);
                     }
-                    for ((ifindex, address), neighbour) in found {
-                        engine.neighbour(ifindex, address, Some(neighbour));
+                    for (place, neighbour) in found {
+                        engine.neighbour(place, Some(neighbour));
                     }
                 }
                 Err(error) => tracing::warn!("cannot list neighbours: {error}"),
@@ -170,7 +168,7 @@ fn netlink(shared: &Shared, mut events: Events, mut client: Client, woken: &Unix
         let now = Instant::now();
         let (due, unneeded) = {
             let engine = shared.engine();
-            let wanted = engine.to_resolve();
+            let wanted = engine.to_resolve().into_iter().filter(|place| place.vlan == 0).collect();
             (resolver.due(&wanted, &engine.neighbours, now), engine.unneeded_neighbours(&wanted))
         };
         // What is not needed for a while: an interface that is down for a moment, or a node that comes back, keeps its entries.
@@ -179,14 +177,15 @@ fn netlink(shared: &Shared, mut events: Events, mut client: Client, woken: &Unix
             let since = *idle.entry(place).or_insert(now);
             if now.duration_since(since) >= RELEASE {
                 idle.insert(place, now);
-                if let Err(error) = client.release(place.0, place.1) {
-                    tracing::debug!("cannot release the neighbour {} on interface {}: {error}", place.1, place.0);
+                if let Err(error) = client.release(place) {
+                    let (address, interface) = (place.address, place.interface);
+                    tracing::debug!("cannot release the neighbour {address} on interface {interface}: {error}");
                 }
             }
         }
-        for (ifindex, address) in due {
-            if let Err(error) = client.resolve(ifindex, address) {
-                tracing::debug!("cannot have {address} resolved on interface {ifindex}: {error}");
+        for place in due {
+            if let Err(error) = client.resolve(place) {
+                tracing::debug!("cannot have {} resolved on interface {}: {error}", place.address, place.interface);
             }
         }
     }
@@ -263,7 +262,7 @@ fn addresses(shared: &Shared, woken: &UnixStream) {
         let mut actions = Vec::new();
         for (interface, heard) in heard {
             if !own.contains(&heard.mac) {
-                actions.extend(engine.claims.heard(interface, &heard, now));
+                actions.extend(engine.claims.heard(interface, 0, &heard, now));
             }
         }
         let up: BTreeMap<u32, [u8; 6]> = engine
@@ -305,10 +304,11 @@ fn addresses(shared: &Shared, woken: &UnixStream) {
             }
         }
         for action in actions {
-            let (interface, address) = match action {
+            let Place { interface, address, .. } = match action {
                 Action::Probe(place) | Action::Announce(place) => place,
             };
             let (Some(socket), Some(&mac)) = (sockets.get(&interface), up.get(&interface)) else { continue };
+            let IpAddr::V4(address) = address else { continue };
             let frames = match action {
                 Action::Probe(_) => vec![arp::probe(mac, address)],
                 Action::Announce(_) => arp::announcements(mac, address).to_vec(),
@@ -329,7 +329,7 @@ fn publish(shared: &Shared, engine: &Engine) {
         .claims
         .taken()
         .into_keys()
-        .filter_map(|place| Some((engine.whose(place)?.segment, IpAddr::V4(place.1))))
+        .filter_map(|place| Some((engine.whose(place)?.segment, place.address)))
         .collect();
     let mut notices: Vec<Notice> = engine
         .claims
@@ -344,7 +344,7 @@ fn publish(shared: &Shared, engine: &Engine) {
                 tenant: whose.tenant,
                 message: format!(
                     "address {} on {} is also claimed by the station with MAC {mac}: stop that station; lbd looks again every 5 s",
-                    place.1, whose.segment.interface
+                    place.address, whose.segment
                 ),
             })
         })

@@ -43,6 +43,19 @@ pub struct InterfaceFacts {
     pub all_addresses: Vec<IpNet>,
     /// Default gateways through this interface, by family.
     pub gateways: Vec<IpAddr>,
+    /// Of a VLAN interface: index of the interface that carries it, and its VLAN id.
+    pub vlan: Option<(u32, u16)>,
+}
+
+impl HostFacts {
+    /// The kernel's interface for a segment: the interface itself, or the VLAN interface on it, whatever its name, if there is one.
+    pub fn of(&self, segment: &SegmentName) -> Option<&InterfaceFacts> {
+        let parent = self.interfaces.get(&segment.interface)?;
+        match segment.vlan {
+            None => Some(parent),
+            Some(vlan) => self.interfaces.values().find(|interface| interface.vlan == Some((parent.index, vlan))),
+        }
+    }
 }
 
 /// Exact contents of the maps.

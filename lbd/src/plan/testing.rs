@@ -183,6 +183,7 @@ pub(crate) fn host() -> HostFacts {
         addresses: vec![address.parse().unwrap()],
         all_addresses: vec![address.parse().unwrap()],
         gateways: Vec::new(),
+        vlan: None,
     };
     let mut tenant = interface(3, "192.168.203.2/24");
     tenant.gateways = vec![ip("192.168.203.1")];
