@@ -10,7 +10,10 @@ use aya::maps::{Array, HashMap, MapData, PerCpuArray, ProgramArray};
 use aya::programs::{TestRun as _, TestRunOptions, Xdp};
 use aya::{Ebpf, EbpfLoader};
 use lbd_common::abi::{self, names};
+use lbd_common::half_open;
 use lbd_common::reason::Reason;
+
+use self::bench::Ip;
 
 /// `XDP_DROP`.
 pub const DROP: u32 = 1;
@@ -50,7 +53,7 @@ pub const fn ifindex(nic: usize) -> u32 {
 }
 
 impl Datapath {
-    /// Loads the object that `lbd` embeds, with room for `max_flows` flows.
+    /// Loads the object that `lbd` embeds, with room for `max_flows` flows of each family.
     pub fn load(max_flows: u32) -> Result<Self> {
         let object = lbd::dataplane::OBJECT;
         if object.is_empty() {
@@ -61,12 +64,14 @@ impl Datapath {
         for nic in 0..2usize {
             let (base, index) = (nic as u32 * abi::VLANS, ifindex(nic));
             let mut loader = EbpfLoader::new();
-            loader
-                .override_global(abi::GLOBAL_SEGMENT_BASE, &base, true)
-                .override_global(abi::GLOBAL_IFINDEX, &index, true)
-                .map_max_entries(names::FLOWS4, abi::flow_entries(max_flows))
-                .map_max_entries(names::AGEING4, abi::flow_entries(max_flows))
-                .map_max_entries(names::ENDED4, abi::flow_entries(max_flows));
+            loader.override_global(abi::GLOBAL_SEGMENT_BASE, &base, true).override_global(
+                abi::GLOBAL_IFINDEX,
+                &index,
+                true,
+            );
+            for name in [names::FLOWS4, names::AGEING4, names::ENDED4, names::FLOWS6, names::AGEING6, names::ENDED6] {
+                loader.map_max_entries(name, abi::flow_entries(max_flows));
+            }
             for name in names::SHARED {
                 loader.map_pin_path(name, pins.path().join(name));
             }
@@ -175,14 +180,91 @@ impl Datapath {
 
     /// Number of live halves in `flows4`.
     pub fn live_halves(&mut self) -> Result<usize> {
-        let flows = self.hash::<abi::FlowKey4, abi::Flow4>(names::FLOWS4)?;
-        let mut live = 0;
+        Ok(self.flows::<Ipv4Addr>()?.len())
+    }
+
+    /// The live halves of a family.
+    pub fn flows<I: Ip>(&mut self) -> Result<Flows<I>> {
+        let flows = self.hash::<abi::FlowKey<I::Address>, abi::Flow<I::Address>>(I::FLOWS)?;
+        let mut live = BTreeMap::new();
         for entry in &flows {
-            live += usize::from(entry?.1.state & abi::FLOW_DEAD == 0);
+            let (key, flow) = entry?;
+            if flow.state & abi::FLOW_DEAD == 0 {
+                live.insert(key, flow);
+            }
         }
         Ok(live)
     }
+
+    /// Changes the halves of a family from outside, as nothing runs meanwhile.
+    pub fn change_flows<I: Ip>(&mut self, mut change: impl FnMut(&mut abi::Flow<I::Address>)) -> Result<()> {
+        let halves = self.flows::<I>()?;
+        let mut map = self.hash::<abi::FlowKey<I::Address>, abi::Flow<I::Address>>(I::FLOWS)?;
+        for (key, mut flow) in halves {
+            change(&mut flow);
+            map.insert(key, flow, 0)?;
+        }
+        Ok(())
+    }
+
+    /// Shows `change` each half-open record that has not been given up, and writes back what it makes of it. Gives their number.
+    pub fn change_half_open<I: Ip>(&mut self, mut change: impl FnMut(&mut abi::HalfOpen<I::Address>)) -> Result<u32> {
+        let mut sets: Array<_, abi::HalfOpenSet<I::Address>> = self.array(I::HALF_OPEN)?;
+        let mut live = 0;
+        for index in 0..abi::HALF_OPEN_SETS {
+            let mut set = sets.get(&index, 0)?;
+            let before = set;
+            for (tag, record) in set.tags.iter().zip(&mut set.records) {
+                if tag & half_open::STATE == half_open::LIVE {
+                    change(record);
+                    live += 1;
+                }
+            }
+            if set != before {
+                sets.set(index, set, 0)?;
+            }
+        }
+        Ok(live)
+    }
+
+    /// What a tenant uses in a family.
+    pub fn used<I: Ip>(&mut self, tenant: u16) -> Result<abi::FamilyUse> {
+        Ok(self.array::<abi::TenantUse>(names::TENANT_USE)?.get(&u32::from(tenant), 0)?.families[I::INDEX])
+    }
+
+    /// Sets a tenant's limits in a family; the host's own address stays reachable.
+    pub fn limit<I: Ip>(&mut self, tenant: u16, limits: abi::FamilyLimits) -> Result<()> {
+        let mut families = [abi::FamilyLimits::ZERO; 2];
+        families[I::INDEX] = limits;
+        let tenant_limits = abi::Tenant { families, flags: abi::TENANT_HOST_ACCESS_OWN, ..abi::Tenant::ZERO };
+        Ok(self.array(names::TENANTS)?.set(u32::from(tenant), tenant_limits, 0)?)
+    }
+
+    /// Sets the timeouts of all frontends.
+    pub fn set_timeouts(&mut self, timeouts: abi::Timeouts) -> Result<()> {
+        Ok(self.array(names::TIMEOUTS)?.set(0, timeouts, 0)?)
+    }
+
+    /// Sets the settings.
+    pub fn set_settings(&mut self, settings: abi::Settings) -> Result<()> {
+        Ok(self.array(names::SETTINGS)?.set(0, settings, 0)?)
+    }
+
+    /// Puts a frontend in, or in place of the one with its key.
+    pub fn set_frontend(&mut self, frontend: abi::Frontend) -> Result<()> {
+        let (key, frontend) = bench::with_key(frontend);
+        Ok(self.hash(names::FRONTENDS)?.insert(key, frontend, 0)?)
+    }
+
+    /// The kernel's clock, in ticks.
+    pub fn tick(&self) -> Result<u32> {
+        let request = abi::ControlRequest4 { command: abi::control::CLOCK, ..abi::ControlRequest4::ZERO };
+        Ok((self.control(&request)?.jiffies >> abi::TICK_SHIFT) as u32)
+    }
 }
+
+/// Halves of flows of one family.
+pub type Flows<I> = BTreeMap<abi::FlowKey<<I as Ip>::Address>, abi::Flow<<I as Ip>::Address>>;
 
 fn program<'a>(ebpf: &'a mut Ebpf, name: &str) -> Result<&'a mut Xdp> {
     Ok(ebpf.program_mut(name).ok_or_else(|| anyhow!("no program {name}"))?.try_into()?)
@@ -223,17 +305,109 @@ impl Drop for BpfFileSystem {
     }
 }
 
-/// The bench of the acceptance cases: tenant a on the first NIC, hub on the second, one VIP with TCP 6443 → NodePort 30918.
+/// The bench of the acceptance cases: three tenants on the first NIC, the hub on the second.
+///
+/// | tenant | segment | frontends |
+/// |---|---|---|
+/// | a | untagged | VIP:6443 TCP → NodePort 30918, VIP:5353 UDP → 31053, VIP:8443 TCP with `preserve_client`; each in both families |
+/// | b, c | VLANs 2003, 2004 | VIP:6443 TCP → one hub node each; VIP:443 TCP → a worker in the tenant's own segment |
+///
+/// All tenants have the same IPv4 subnet, VIP, client and worker addresses.
 pub mod bench {
+    use std::fmt::{Debug, Display};
+    use std::net::{IpAddr, Ipv6Addr};
+
+    use lbd_common::abi::Address as _;
+    use lbd_common::packet::{Family, TCP, UDP};
+
     use super::{
         Array, Datapath, HUB_NIC, Ipv4Addr, MapData, Result, TENANT_NIC, TICKS_PER_SECOND, abi, ifindex, names,
     };
+    use crate::packets::Packets;
 
-    /// VIP of tenant a.
+    /// An address of one family, and what the bench has in that family.
+    pub trait Ip: Packets + Copy + Debug + Display + Eq + Ord + Into<IpAddr> + Send + Sync + 'static {
+        /// As the maps have it.
+        type Address: Family<Ip = Self>;
+        /// Whether this is IPv6.
+        const IS_V6: bool = <Self::Address as abi::Address>::IS_V6;
+        /// Name of the family's flow map.
+        const FLOWS: &str = if Self::IS_V6 { names::FLOWS6 } else { names::FLOWS4 };
+        /// Name of the family's half-open records.
+        const HALF_OPEN: &str = if Self::IS_V6 { names::HALF_OPEN6 } else { names::HALF_OPEN4 };
+        /// Index of the family's limits and counts.
+        const INDEX: usize = Self::IS_V6 as usize;
+        /// VIP.
+        const VIP: Self;
+        /// SNAT address, the host's own on the hub.
+        const SNAT: Self;
+        /// The host's address on the tenant's segment.
+        const TENANT_ADDRESS: Self;
+        /// Off-link client.
+        const CLIENT: Self;
+        /// On-link client.
+        const ON_LINK_CLIENT: Self;
+        /// Hub nodes.
+        const NODES: [Self; 3];
+        /// Backend id of the first node.
+        const FIRST_BACKEND: u16;
+        /// First chunk of the nodes' lookup table.
+        const TABLE: u32;
+        /// Id of the TCP frontend; the UDP one and the one with `preserve_client` follow.
+        const FRONTEND: u16;
+
+        /// Off-link client number `number`.
+        fn client(number: u32) -> Self;
+
+        /// As an IPv6 address.
+        fn mapped(self) -> [u8; 16] {
+            abi::Address::mapped(Self::Address::from_ip(self))
+        }
+    }
+
+    impl Ip for Ipv4Addr {
+        type Address = abi::Address4;
+        const VIP: Self = VIP;
+        const SNAT: Self = SNAT;
+        const TENANT_ADDRESS: Self = TENANT_ADDRESS;
+        const CLIENT: Self = CLIENT;
+        const ON_LINK_CLIENT: Self = ON_LINK_CLIENT;
+        const NODES: [Self; 3] = NODES;
+        const FIRST_BACKEND: u16 = 1;
+        const TABLE: u32 = 5;
+        const FRONTEND: u16 = FRONTEND;
+
+        fn client(number: u32) -> Self {
+            Self::from(0x0a40_0000 + number)
+        }
+    }
+
+    impl Ip for Ipv6Addr {
+        type Address = abi::Address6;
+        const VIP: Self = Self::new(0x2001, 0xdb8, 0xa, 0, 0, 0, 0, 0x34);
+        const SNAT: Self = Self::new(0x2001, 0xdb8, 0xf, 0, 0, 0, 0, 2);
+        const TENANT_ADDRESS: Self = Self::new(0x2001, 0xdb8, 0xa, 0, 0, 0, 0, 2);
+        const CLIENT: Self = Self::new(0x2001, 0xdb8, 0xc, 0, 0, 0, 0, 9);
+        const ON_LINK_CLIENT: Self = Self::new(0x2001, 0xdb8, 0xa, 0, 0, 0, 0, 0x60);
+        const NODES: [Self; 3] = [
+            Self::new(0x2001, 0xdb8, 0xf, 0, 0, 0, 0, 0x11),
+            Self::new(0x2001, 0xdb8, 0xf, 0, 0, 0, 0, 0x12),
+            Self::new(0x2001, 0xdb8, 0xf, 0, 0, 0, 0, 0x13),
+        ];
+        const FIRST_BACKEND: u16 = 11;
+        const TABLE: u32 = 6;
+        const FRONTEND: u16 = FRONTEND + 10;
+
+        fn client(number: u32) -> Self {
+            Self::from(0x2001_0db8_000c_0000_0000_0000_0000_0000 + u128::from(0x0a40_0000 + number))
+        }
+    }
+
+    /// VIP of all tenants.
     pub const VIP: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 34);
     /// SNAT address.
     pub const SNAT: Ipv4Addr = Ipv4Addr::new(10, 0, 0, 2);
-    /// The host's address on the tenant's segment.
+    /// The host's address on the tenants' segments.
     pub const TENANT_ADDRESS: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 2);
     /// Off-link client.
     pub const CLIENT: Ipv4Addr = Ipv4Addr::new(203, 0, 113, 9);
@@ -242,28 +416,59 @@ pub mod bench {
     /// Hub nodes.
     pub const NODES: [Ipv4Addr; 3] =
         [Ipv4Addr::new(10, 0, 0, 11), Ipv4Addr::new(10, 0, 0, 12), Ipv4Addr::new(10, 0, 0, 13)];
+    /// Backend in the segments of tenants b and c.
+    pub const WORKER: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 101);
     /// Service port.
     pub const PORT: u16 = 6443;
-    /// NodePort.
+    /// NodePort, and target port of the workers.
     pub const NODE_PORT: u16 = 30918;
+    /// UDP service port.
+    pub const UDP_PORT: u16 = 5353;
+    /// Its NodePort.
+    pub const UDP_NODE_PORT: u16 = 31053;
+    /// Port of the service with `preserve_client`.
+    pub const PRESERVE_PORT: u16 = 8443;
+    /// Port of the services whose backends are in the tenants' segments.
+    pub const WORKER_PORT: u16 = 443;
     /// MAC of the tenant NIC.
     pub const TENANT_MAC: [u8; 6] = [2, 0, 0, 0, 1, 2];
-    /// MAC of the tenant's gateway.
+    /// MAC of the tenants' gateways.
     pub const GATEWAY_MAC: [u8; 6] = [2, 0, 0, 0, 1, 1];
+    /// MAC of the workers.
+    pub const WORKER_MAC: [u8; 6] = [2, 0, 0, 0, 1, 0x65];
     /// MAC of the hub NIC.
     pub const HUB_MAC: [u8; 6] = [2, 0, 0, 0, 0x0a, 2];
     /// Tenant a's segment.
     pub const TENANT_SEGMENT: u16 = 1;
     /// The hub's segment.
     pub const HUB_SEGMENT: u16 = 2;
+    /// Segments of tenants b and c.
+    pub const VLAN_SEGMENTS: [u16; 2] = [3, 4];
+    /// Their VLAN ids.
+    pub const VLANS: [u16; 2] = [2003, 2004];
     /// Tenant a.
     pub const TENANT: u16 = 1;
-    /// The frontend VIP:6443.
+    /// Tenants b and c.
+    pub const VLAN_TENANTS: [u16; 2] = [2, 3];
+    /// The frontend VIP:6443 of tenant a.
     pub const FRONTEND: u16 = 7;
+    /// The frontends VIP:6443 of tenants b and c.
+    pub const VLAN_FRONTENDS: [u16; 2] = [30, 31];
+    /// The frontends VIP:443 of tenants b and c.
+    pub const WORKER_FRONTENDS: [u16; 2] = [32, 33];
     /// First SNAT port.
     pub const FIRST_PORT: u16 = 1024;
     /// Last SNAT port.
     pub const LAST_PORT: u16 = 32767;
+
+    /// Next hop to tenant a's gateway.
+    const GATEWAY_HOP: u16 = 1;
+    /// Next hop to tenant a's on-link clients.
+    const ON_LINK_HOP: u16 = 2;
+    /// Next hops of tenant b or c: gateway, on-link clients, worker.
+    const VLAN_HOPS: [[u16; 3]; 2] = [[20, 21, 22], [23, 24, 25]];
+    /// Backend ids of the workers.
+    const WORKERS: [u16; 2] = [21, 22];
 
     /// MAC of node number `index`.
     pub const fn node_mac(index: usize) -> [u8; 6] {
@@ -301,134 +506,283 @@ pub mod bench {
         }
     }
 
-    /// Fills the maps with `nodes` of the bench's nodes behind the frontend.
+    /// Fills the maps, with `nodes` of the bench's nodes behind tenant a's frontends.
     pub fn fill(datapath: &mut Datapath, nodes: usize) -> Result<()> {
         datapath.array(names::SETTINGS)?.set(0, settings(), 0)?;
         datapath.array(names::TIMEOUTS)?.set(0, timeouts(), 0)?;
-        let mut segments: Array<&mut MapData, abi::Segment> = datapath.array(names::SEGMENTS)?;
-        segments.set(
-            abi::segment_index(TENANT_NIC as u32, 0),
-            abi::Segment {
-                id: TENANT_SEGMENT,
-                flags: abi::SEGMENT_TENANT,
-                mac: TENANT_MAC,
-                tenant: TENANT,
-                gateway_next_hop: 1,
-                on_link_next_hop: 2,
-                network4_be: u32::from(Ipv4Addr::new(192, 0, 2, 0)).to_be(),
-                mask4_be: u32::from(Ipv4Addr::new(255, 255, 255, 0)).to_be(),
-                mtu: 1500,
-                mask6_be: [u32::MAX; 4],
-                ..abi::Segment::ZERO
-            },
-            0,
-        )?;
-        segments.set(
-            abi::segment_index(HUB_NIC as u32, 0),
-            abi::Segment {
-                id: HUB_SEGMENT,
-                flags: abi::SEGMENT_HUB,
-                mac: HUB_MAC,
-                network4_be: u32::from(Ipv4Addr::new(10, 0, 0, 0)).to_be(),
-                mask4_be: u32::from(Ipv4Addr::new(255, 255, 255, 0)).to_be(),
-                mtu: 1500,
-                mask6_be: [u32::MAX; 4],
-                ..abi::Segment::ZERO
-            },
-            0,
-        )?;
-        let hop = |nic: usize, destination, flags, segment| abi::NextHop {
-            destination,
-            flags,
-            source: if nic == TENANT_NIC { TENANT_MAC } else { HUB_MAC },
-            vlan: 0,
-            ifindex: ifindex(nic),
-            mtu: 1500,
-            segment,
-        };
-        let mut hops: Array<&mut MapData, abi::NextHop> = datapath.array(names::NEXT_HOPS)?;
-        hops.set(1, hop(TENANT_NIC, GATEWAY_MAC, abi::NEXT_HOP_RESOLVED, TENANT_SEGMENT), 0)?;
-        hops.set(2, hop(TENANT_NIC, [0; 6], abi::NEXT_HOP_ON_LINK, TENANT_SEGMENT), 0)?;
-        for index in 0..NODES.len() {
-            let node = hop(HUB_NIC, node_mac(index), abi::NEXT_HOP_RESOLVED, HUB_SEGMENT);
-            hops.set(u32::from(node_hop(index)), node, 0)?;
+        segments(datapath)?;
+        next_hops(datapath)?;
+        backends(datapath, nodes)?;
+        addresses::<Ipv4Addr>(datapath)?;
+        addresses::<Ipv6Addr>(datapath)?;
+        worker_addresses(datapath)?;
+        for tenant in [TENANT, VLAN_TENANTS[0], VLAN_TENANTS[1]] {
+            let limits = abi::Tenant { flags: abi::TENANT_HOST_ACCESS_OWN, ..abi::Tenant::ZERO };
+            datapath.array(names::TENANTS)?.set(u32::from(tenant), limits, 0)?;
         }
-        let mut backends: Array<&mut MapData, abi::Backend> = datapath.array(names::BACKENDS)?;
-        for (index, node) in NODES.iter().enumerate() {
-            let backend = abi::Backend {
-                address: abi::mapped(node.octets()),
-                port_be: 0,
-                segment: HUB_SEGMENT,
-                next_hop: node_hop(index),
-                flags: abi::BACKEND_PRESENT | abi::BACKEND_ELIGIBLE,
-            };
-            backends.set(index as u32 + 1, backend, 0)?;
+        for (key, frontend) in [
+            frontend(nodes),
+            udp_frontend::<Ipv4Addr>(nodes),
+            preserving::<Ipv4Addr>(nodes),
+            tcp_frontend::<Ipv6Addr>(nodes),
+            udp_frontend::<Ipv6Addr>(nodes),
+            preserving::<Ipv6Addr>(nodes),
+            vlan_frontend(0),
+            vlan_frontend(1),
+            worker_frontend(0),
+            worker_frontend(1),
+        ] {
+            datapath.hash(names::FRONTENDS)?.insert(key, frontend, 0)?;
+            let owner = abi::FrontendOwner { tenant: frontend.tenant, ..abi::FrontendOwner::ZERO };
+            datapath.array(names::FRONTEND_OWNERS)?.set(u32::from(frontend.id), owner, 0)?;
         }
-        let mut chunk = abi::MaglevChunk::ZERO;
-        for (slot, id) in chunk.slots.iter_mut().enumerate() {
-            *id = (slot % nodes.max(1)) as u16 + 1;
-        }
-        datapath.array(names::MAGLEV)?.set(5, chunk, 0)?;
-        let mut addresses = datapath.hash(names::ADDRESSES)?;
-        let mut put = |address: Ipv4Addr, segment, port_be, value: abi::LocalAddress| {
-            let address = if address.is_unspecified() { [0; 16] } else { abi::mapped(address.octets()) };
-            addresses.insert(abi::AddressKey { address, segment, port_be }, value, 0)
-        };
-        let local = |flags, tenant| abi::LocalAddress { flags, tenant, ..abi::LocalAddress::ZERO };
-        put(VIP, TENANT_SEGMENT, 0, local(abi::ADDRESS_VIP | abi::ADDRESS_ANSWER, TENANT))?;
-        put(TENANT_ADDRESS, TENANT_SEGMENT, 0, local(abi::ADDRESS_HOST, TENANT))?;
-        put(
-            SNAT,
-            HUB_SEGMENT,
-            0,
-            abi::LocalAddress {
-                flags: abi::ADDRESS_SNAT | abi::ADDRESS_HOST,
-                tenant: 0,
-                snat_first: FIRST_PORT,
-                snat_last: LAST_PORT,
-            },
-        )?;
-        for node in NODES {
-            put(node, HUB_SEGMENT, 0, local(abi::ADDRESS_BACKEND, 0))?;
-        }
-        put(Ipv4Addr::UNSPECIFIED, HUB_SEGMENT, NODE_PORT.to_be(), local(abi::ADDRESS_TARGET_PORT, 0))?;
-        datapath.array(names::TENANTS)?.set(
-            u32::from(TENANT),
-            abi::Tenant { flags: abi::TENANT_HOST_ACCESS_OWN, ..abi::Tenant::ZERO },
-            0,
-        )?;
-        let owner = abi::FrontendOwner { tenant: TENANT, ..abi::FrontendOwner::ZERO };
-        datapath.array(names::FRONTEND_OWNERS)?.set(u32::from(FRONTEND), owner, 0)?;
-        let (key, frontend) = frontend(nodes);
-        datapath.hash(names::FRONTENDS)?.insert(key, frontend, 0)?;
         Ok(())
     }
 
-    /// The frontend VIP:6443 over `nodes` nodes.
+    fn segments(datapath: &mut Datapath) -> Result<()> {
+        let mut segments: Array<&mut MapData, abi::Segment> = datapath.array(names::SEGMENTS)?;
+        let prefix4 = |a, b, c| (u32::from(Ipv4Addr::new(a, b, c, 0)).to_be(), 0xffff_ff00u32.to_be());
+        let prefix6 = |id: u32| [0x2001_0db8u32.to_be(), (id << 16u32).to_be(), 0, 0];
+        let tenant = abi::Segment {
+            id: TENANT_SEGMENT,
+            flags: abi::SEGMENT_TENANT,
+            mac: TENANT_MAC,
+            tenant: TENANT,
+            gateway_next_hop: GATEWAY_HOP,
+            on_link_next_hop: ON_LINK_HOP,
+            vlan: 0,
+            gateway6_next_hop: GATEWAY_HOP,
+            network4_be: prefix4(192, 0, 2).0,
+            mask4_be: prefix4(192, 0, 2).1,
+            mtu: 1500,
+            network6_be: prefix6(0xa),
+            mask6_be: [u32::MAX, u32::MAX, 0, 0],
+        };
+        segments.set(abi::segment_index(TENANT_NIC as u32, 0), tenant, 0)?;
+        let hub = abi::Segment {
+            id: HUB_SEGMENT,
+            flags: abi::SEGMENT_HUB,
+            mac: HUB_MAC,
+            tenant: 0,
+            gateway_next_hop: 0,
+            on_link_next_hop: 0,
+            gateway6_next_hop: 0,
+            network4_be: prefix4(10, 0, 0).0,
+            network6_be: prefix6(0xf),
+            ..tenant
+        };
+        segments.set(abi::segment_index(HUB_NIC as u32, 0), hub, 0)?;
+        for which in 0..2 {
+            let [gateway_next_hop, on_link_next_hop, _] = VLAN_HOPS[which];
+            let segment = abi::Segment {
+                id: VLAN_SEGMENTS[which],
+                tenant: VLAN_TENANTS[which],
+                vlan: VLANS[which],
+                gateway_next_hop,
+                on_link_next_hop,
+                gateway6_next_hop: gateway_next_hop,
+                ..tenant
+            };
+            segments.set(abi::segment_index(TENANT_NIC as u32, VLANS[which]), segment, 0)?;
+        }
+        Ok(())
+    }
+
+    fn next_hops(datapath: &mut Datapath) -> Result<()> {
+        let mut hops: Array<&mut MapData, abi::NextHop> = datapath.array(names::NEXT_HOPS)?;
+        let tenant = abi::NextHop {
+            destination: GATEWAY_MAC,
+            flags: abi::NEXT_HOP_RESOLVED,
+            source: TENANT_MAC,
+            vlan: 0,
+            ifindex: ifindex(TENANT_NIC),
+            mtu: 1500,
+            segment: TENANT_SEGMENT,
+        };
+        let on_link = |hop: abi::NextHop| abi::NextHop { destination: [0; 6], flags: abi::NEXT_HOP_ON_LINK, ..hop };
+        hops.set(u32::from(GATEWAY_HOP), tenant, 0)?;
+        hops.set(u32::from(ON_LINK_HOP), on_link(tenant), 0)?;
+        for which in 0..2 {
+            let gateway = abi::NextHop { vlan: VLANS[which], segment: VLAN_SEGMENTS[which], ..tenant };
+            let [gateway_hop, on_link_hop, worker_hop] = VLAN_HOPS[which].map(u32::from);
+            hops.set(gateway_hop, gateway, 0)?;
+            hops.set(on_link_hop, on_link(gateway), 0)?;
+            hops.set(worker_hop, abi::NextHop { destination: WORKER_MAC, ..gateway }, 0)?;
+        }
+        for index in 0..NODES.len() {
+            let node = abi::NextHop {
+                destination: node_mac(index),
+                source: HUB_MAC,
+                ifindex: ifindex(HUB_NIC),
+                segment: HUB_SEGMENT,
+                ..tenant
+            };
+            hops.set(u32::from(node_hop(index)), node, 0)?;
+        }
+        Ok(())
+    }
+
+    /// Backends and lookup tables. Backend ids follow from [`Ip::FIRST_BACKEND`].
+    fn backends(datapath: &mut Datapath, nodes: usize) -> Result<()> {
+        let backend = |address, segment, next_hop| abi::Backend {
+            address,
+            port_be: 0,
+            segment,
+            next_hop,
+            flags: abi::BACKEND_PRESENT | abi::BACKEND_ELIGIBLE,
+        };
+        let mut backends: Array<&mut MapData, abi::Backend> = datapath.array(names::BACKENDS)?;
+        for index in 0..NODES.len() {
+            let number = index as u32;
+            let (node4, node6) = (<Ipv4Addr as Ip>::NODES[index], Ipv6Addr::NODES[index]);
+            let id = u32::from(Ipv4Addr::FIRST_BACKEND) + number;
+            backends.set(id, backend(node4.mapped(), HUB_SEGMENT, node_hop(index)), 0)?;
+            let id = u32::from(Ipv6Addr::FIRST_BACKEND) + number;
+            backends.set(id, backend(node6.mapped(), HUB_SEGMENT, node_hop(index)), 0)?;
+        }
+        for (which, id) in WORKERS.into_iter().enumerate() {
+            let worker = backend(WORKER.mapped(), VLAN_SEGMENTS[which], VLAN_HOPS[which][2]);
+            backends.set(u32::from(id), worker, 0)?;
+        }
+        let mut table = |chunk: u32, first: u16, count: usize| -> Result<()> {
+            let mut slots = abi::MaglevChunk::ZERO;
+            for (slot, id) in slots.slots.iter_mut().enumerate() {
+                *id = first + (slot % count.max(1)) as u16;
+            }
+            Ok(datapath.array(names::MAGLEV)?.set(chunk, slots, 0)?)
+        };
+        table(Ipv4Addr::TABLE, Ipv4Addr::FIRST_BACKEND, nodes)?;
+        table(Ipv6Addr::TABLE, Ipv6Addr::FIRST_BACKEND, nodes)?;
+        for which in 0..2 {
+            table(vlan_frontend(which).1.table, Ipv4Addr::FIRST_BACKEND + 1 + which as u16, 1)?;
+            table(worker_frontend(which).1.table, WORKERS[which], 1)?;
+        }
+        Ok(())
+    }
+
+    /// Says what an address, or a port of backends, means in a segment.
+    fn put(
+        datapath: &mut Datapath,
+        address: [u8; 16],
+        segment: u16,
+        port: u16,
+        value: abi::LocalAddress,
+    ) -> Result<()> {
+        let key = abi::AddressKey { address, segment, port_be: port.to_be() };
+        Ok(datapath.hash(names::ADDRESSES)?.insert(key, value, 0)?)
+    }
+
+    const fn local(flags: u16, tenant: u16) -> abi::LocalAddress {
+        abi::LocalAddress { flags, tenant, ..abi::LocalAddress::ZERO }
+    }
+
+    const fn snat(flags: u16, tenant: u16) -> abi::LocalAddress {
+        abi::LocalAddress { flags: flags | abi::ADDRESS_SNAT, tenant, snat_first: FIRST_PORT, snat_last: LAST_PORT }
+    }
+
+    fn addresses<I: Ip>(datapath: &mut Datapath) -> Result<()> {
+        put(datapath, I::VIP.mapped(), TENANT_SEGMENT, 0, local(abi::ADDRESS_VIP | abi::ADDRESS_ANSWER, TENANT))?;
+        put(datapath, I::TENANT_ADDRESS.mapped(), TENANT_SEGMENT, 0, local(abi::ADDRESS_HOST, TENANT))?;
+        put(datapath, I::SNAT.mapped(), HUB_SEGMENT, 0, snat(abi::ADDRESS_HOST, 0))?;
+        for node in I::NODES {
+            put(datapath, node.mapped(), HUB_SEGMENT, 0, local(abi::ADDRESS_BACKEND, 0))?;
+        }
+        for port in [NODE_PORT, UDP_NODE_PORT] {
+            put(datapath, [0; 16], HUB_SEGMENT, port, local(abi::ADDRESS_TARGET_PORT, 0))?;
+        }
+        Ok(())
+    }
+
+    fn worker_addresses(datapath: &mut Datapath) -> Result<()> {
+        for which in 0..2 {
+            let (segment, tenant) = (VLAN_SEGMENTS[which], VLAN_TENANTS[which]);
+            put(datapath, VIP.mapped(), segment, 0, local(abi::ADDRESS_VIP | abi::ADDRESS_ANSWER, tenant))?;
+            put(datapath, TENANT_ADDRESS.mapped(), segment, 0, snat(abi::ADDRESS_HOST, tenant))?;
+            put(datapath, WORKER.mapped(), segment, 0, local(abi::ADDRESS_BACKEND, 0))?;
+            put(datapath, [0; 16], segment, NODE_PORT, local(abi::ADDRESS_TARGET_PORT, 0))?;
+        }
+        Ok(())
+    }
+
+    /// Slots that a table over `nodes` nodes has, so that each has as many.
+    const fn table_size(nodes: usize) -> u32 {
+        if nodes == 0 { 0 } else { abi::CHUNK_SLOTS - abi::CHUNK_SLOTS % nodes as u32 }
+    }
+
+    /// The frontend VIP:6443 of tenant a, IPv4, over `nodes` nodes.
     pub fn frontend(nodes: usize) -> (abi::FrontendKey, abi::Frontend) {
-        let key = abi::FrontendKey {
-            vip: abi::mapped(VIP.octets()),
+        tcp_frontend::<Ipv4Addr>(nodes)
+    }
+
+    /// The frontend VIP:6443 of tenant a over `nodes` nodes.
+    pub fn tcp_frontend<I: Ip>(nodes: usize) -> (abi::FrontendKey, abi::Frontend) {
+        with_key(abi::Frontend {
+            vip: I::VIP.mapped(),
+            snat: I::SNAT.mapped(),
             port_be: PORT.to_be(),
             segment: TENANT_SEGMENT,
-            protocol: 6,
-            pad: [0; 3],
-        };
-        let frontend = abi::Frontend {
-            vip: key.vip,
-            snat: abi::mapped(SNAT.octets()),
-            port_be: key.port_be,
-            segment: key.segment,
-            protocol: 6,
-            id: FRONTEND,
+            protocol: TCP,
+            id: I::FRONTEND,
             tenant: TENANT,
             target_port_be: NODE_PORT.to_be(),
             snat_first: FIRST_PORT,
             snat_last: LAST_PORT,
-            table: 5,
-            table_size: if nodes == 0 { 0 } else { abi::CHUNK_SLOTS - abi::CHUNK_SLOTS % nodes as u32 },
+            table: I::TABLE,
+            table_size: table_size(nodes),
             ..abi::Frontend::ZERO
-        };
-        (key, frontend)
+        })
+    }
+
+    /// The frontend VIP:5353, UDP, of tenant a.
+    pub fn udp_frontend<I: Ip>(nodes: usize) -> (abi::FrontendKey, abi::Frontend) {
+        with_key(abi::Frontend {
+            port_be: UDP_PORT.to_be(),
+            protocol: UDP,
+            id: I::FRONTEND + 1,
+            target_port_be: UDP_NODE_PORT.to_be(),
+            ..tcp_frontend::<I>(nodes).1
+        })
+    }
+
+    /// The frontend VIP:8443 with `preserve_client` of tenant a.
+    pub fn preserving<I: Ip>(nodes: usize) -> (abi::FrontendKey, abi::Frontend) {
+        with_key(abi::Frontend {
+            port_be: PRESERVE_PORT.to_be(),
+            id: I::FRONTEND + 2,
+            snat: [0; 16],
+            snat_first: 0,
+            snat_last: 0,
+            flags: abi::FRONTEND_PRESERVE_CLIENT,
+            ..tcp_frontend::<I>(nodes).1
+        })
+    }
+
+    /// The frontend VIP:6443 of tenant b (0) or c (1): over the second or the third node of the hub.
+    pub fn vlan_frontend(which: usize) -> (abi::FrontendKey, abi::Frontend) {
+        with_key(abi::Frontend {
+            segment: VLAN_SEGMENTS[which],
+            id: VLAN_FRONTENDS[which],
+            tenant: VLAN_TENANTS[which],
+            table: Ipv6Addr::TABLE + 1 + which as u32,
+            ..frontend(1).1
+        })
+    }
+
+    /// The frontend VIP:443 of tenant b (0) or c (1): over the worker in the tenant's own segment.
+    pub fn worker_frontend(which: usize) -> (abi::FrontendKey, abi::Frontend) {
+        with_key(abi::Frontend {
+            snat: TENANT_ADDRESS.mapped(),
+            port_be: WORKER_PORT.to_be(),
+            id: WORKER_FRONTENDS[which],
+            table: Ipv6Addr::TABLE + 3 + which as u32,
+            ..vlan_frontend(which).1
+        })
+    }
+
+    /// A frontend with its key.
+    pub fn with_key(frontend: abi::Frontend) -> (abi::FrontendKey, abi::Frontend) {
+        let abi::Frontend { vip, port_be, segment, protocol, .. } = frontend;
+        (abi::FrontendKey { vip, port_be, segment, protocol, pad: [0; 3] }, frontend)
     }
 }
 
