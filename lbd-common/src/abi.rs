@@ -966,10 +966,10 @@ abi_struct! {
         pub tag: u32,
         /// SNAT ports looked at in `tick` by searches of whole ranges.
         pub scanned: u32,
-        /// Zero.
-        pub pad: u32,
+        /// MTU of the way that the packet is too large for ([`crate::reason::Reason::TooBig`]).
+        pub mtu: u32,
     }
-    size 32 align 4 offsets { reason: 0, tenant: 4, tick: 8, refusals: 12, slot: 16, tag: 20, scanned: 24 }
+    size 32 align 4 offsets { reason: 0, tenant: 4, tick: 8, refusals: 12, slot: 16, tag: 20, scanned: 24, mtu: 28 }
 }
 
 /// [`Scratch::tag`]: there was a tag.

@@ -9,7 +9,9 @@
 //! | [`checksum`] | RFC 1624 incremental updates |
 //! | [`half_open`] | how half-open records are claimed and found |
 //! | [`hash`] | the keyed hash behind backend and port choice |
+//! | [`icmp`] | ICMP errors |
 //! | [`maglev`] | consistent-hash tables |
+//! | [`neighbour`] | neighbour discovery |
 //! | [`packet`] | header offsets and parsing |
 //! | [`tcp`] | sequence arithmetic and the flow state machine |
 
@@ -19,7 +21,9 @@ pub mod abi;
 pub mod checksum;
 pub mod half_open;
 pub mod hash;
+pub mod icmp;
 pub mod maglev;
+pub mod neighbour;
 pub mod packet;
 pub mod reason;
 pub mod tcp;

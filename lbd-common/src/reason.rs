@@ -7,7 +7,8 @@ pub enum Verdict {
     Drop,
     /// To the kernel, unchanged.
     Pass,
-    /// Answered with a RST or ICMP error (the answer replaces the packet), rate-limited; over the limit: dropped.
+    /// Answered with a RST or ICMP error (the answer replaces the packet), rate-limited; over the limit, or if nothing may be answered:
+    /// dropped.
     Reject,
     /// Answered (ARP, echo); the answer replaces the packet.
     Answer,
@@ -50,6 +51,7 @@ macro_rules! reasons {
     };
 }
 
+// 29 was `ipv6_unserved`, in ABI 1.
 reasons! {
     /// frame too short, or a length field that lies
     Malformed = 1, "malformed", Drop;
@@ -63,7 +65,7 @@ reasons! {
     OtherProtocol = 5, "other_protocol", Pass;
     /// address that no client can have (loopback, multicast, our own, the other side's)
     BadSource = 6, "bad_source", Drop;
-    /// IPv4 options
+    /// IPv4 options or IPv6 extension headers
     IpOptions = 7, "ip_options", Drop;
     /// fragment without its first one, or fragments not served
     FragmentOrphan = 8, "fragment_orphan", Drop;
@@ -100,15 +102,13 @@ reasons! {
     /// acknowledgement that does not acknowledge the backend's sequence number
     Unproven = 24, "unproven", Drop;
     /// TTL or hop limit used up
-    TtlExceeded = 25, "ttl_exceeded", Drop;
+    TtlExceeded = 25, "ttl_exceeded", Reject;
     /// larger than the egress interface's MTU
-    TooBig = 26, "too_big", Drop;
+    TooBig = 26, "too_big", Reject;
     /// next hop's MAC address not known yet
     NoNeighbour = 27, "no_neighbour", Drop;
     /// protocol that lbd does not serve on this address (yet)
     UnservedProtocol = 28, "unserved_protocol", Drop;
-    /// IPv6, not served yet
-    Ipv6 = 29, "ipv6_unserved", Drop;
     /// ICMP to a VIP or SNAT address, not served yet
     Icmp = 30, "icmp_unserved", Drop;
     /// traffic for a VIP that arrived on a segment where the VIP does not live
