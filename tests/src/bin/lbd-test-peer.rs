@@ -1,13 +1,15 @@
-//! Servers and clients for the lab: real TCP and TLS, HTTP/1.1, with reports as JSON.
+//! Servers and clients for the lab: real TCP and TLS, HTTP/1.1, and UDP, with reports as JSON; and the lab's VLAN tagger.
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::os::fd::AsRawFd as _;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use clap::{Args, Parser, Subcommand};
-use lbd_tests::lab::{Answer, HoldReport, LoadReport, Tick, Transfer};
+use lbd_tests::lab::{Answer, DatagramReport, HoldReport, LoadReport, PacketSocket, Tick, Transfer, tagged};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use tokio::io::{AsyncBufReadExt as _, AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, BufReader};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
@@ -41,6 +43,9 @@ enum Mode {
         /// Address:port for HTTPS.
         #[arg(long)]
         tls_listen: Vec<SocketAddr>,
+        /// Address:port for datagrams, which come back.
+        #[arg(long)]
+        udp_listen: Vec<SocketAddr>,
     },
     /// One request; its answer is printed.
     Get {
@@ -58,6 +63,36 @@ enum Mode {
         #[arg(long, default_value_t = 64)]
         parallel: usize,
     },
+    /// Datagrams, which the server sends back.
+    Datagrams {
+        #[command(flatten)]
+        client: Client,
+        #[command(flatten)]
+        datagrams: DatagramOptions,
+    },
+    /// Connections that only listen to what the server says unasked, one line each time, until SIGTERM.
+    Watch {
+        #[command(flatten)]
+        client: Client,
+        /// How many.
+        #[arg(long)]
+        connections: u64,
+        /// Milliseconds from one line of the server to the next.
+        #[arg(long)]
+        every_ms: u64,
+    },
+    /// Give frames a VLAN tag from one interface to another, and take it off on the way back, until killed.
+    Tagger {
+        /// Interface without tags.
+        #[arg(long)]
+        access: String,
+        /// Interface with tags.
+        #[arg(long)]
+        trunk: String,
+        /// VLAN id.
+        #[arg(long)]
+        vlan: u16,
+    },
     /// Long connections with requests at a steady rate, until SIGTERM.
     Hold {
         #[command(flatten)]
@@ -65,7 +100,7 @@ enum Mode {
         /// How many.
         #[arg(long)]
         connections: u64,
-        /// Requests a second, each.
+        /// Requests a second, each; 0: one at the beginning, and one at the end.
         #[arg(long, default_value_t = 10)]
         rate: u32,
     },
@@ -97,7 +132,7 @@ struct Client {
     tls: bool,
     /// Connect from this address.
     #[arg(long)]
-    source: Option<Ipv4Addr>,
+    source: Option<IpAddr>,
     /// Connect from this many addresses, from `source` upwards, in turn.
     #[arg(long, default_value_t = 1)]
     sources: u32,
@@ -109,11 +144,38 @@ struct Client {
     limit: u64,
 }
 
+#[derive(Args, Clone)]
+struct DatagramOptions {
+    /// How many; 0: until SIGTERM.
+    #[arg(long)]
+    datagrams: u64,
+    /// From so many sockets.
+    #[arg(long, default_value_t = 1)]
+    sockets: u64,
+    /// So many on the way at a time, each socket.
+    #[arg(long, default_value_t = 16)]
+    window: u64,
+    /// Bytes of the largest.
+    #[arg(long, default_value_t = 1200)]
+    size: u64,
+    /// Datagrams a second, each socket, one at a time; 0: as fast as they come back.
+    #[arg(long, default_value_t = 0)]
+    rate: u32,
+    /// Without checksums (IPv4 only).
+    #[arg(long)]
+    zero_checksum: bool,
+}
+
 fn main() -> Result<()> {
     let cli = Cli::parse();
     tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?.block_on(async {
         match cli.mode {
-            Mode::Serve { name, listen, tls_listen } => serve(name, &listen, &tls_listen).await,
+            Mode::Serve { name, listen, tls_listen, udp_listen } => {
+                serve(name, &listen, &tls_listen, &udp_listen).await
+            }
+            Mode::Datagrams { client, datagrams } => exchange(client, datagrams).await,
+            Mode::Watch { client, connections, every_ms } => watch_all(client, connections, every_ms).await,
+            Mode::Tagger { access, trunk, vlan } => tagger(&access, &trunk, vlan),
             Mode::Get { client } => {
                 println!("{}", serde_json::to_string(&client.once(0, "").await?)?);
                 Ok(())
@@ -245,7 +307,12 @@ fn hexadecimal(bytes: &[u8]) -> String {
 
 // ---- server
 
-async fn serve(name: String, listen: &[SocketAddr], tls_listen: &[SocketAddr]) -> Result<()> {
+async fn serve(
+    name: String,
+    listen: &[SocketAddr],
+    tls_listen: &[SocketAddr],
+    udp_listen: &[SocketAddr],
+) -> Result<()> {
     let name: Arc<str> = name.into();
     let certified = rcgen::generate_simple_self_signed([SERVER_NAME.to_owned()])?;
     let key = PrivateKeyDer::try_from(certified.signing_key.serialize_der()).map_err(anyhow::Error::msg)?;
@@ -259,7 +326,7 @@ async fn serve(name: String, listen: &[SocketAddr], tls_listen: &[SocketAddr]) -
     for (&address, secure) in
         listen.iter().map(|address| (address, false)).chain(tls_listen.iter().map(|address| (address, true)))
     {
-        let socket = TcpSocket::new_v4()?;
+        let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
         socket.set_reuseaddr(true)?;
         socket.bind(address).with_context(|| format!("cannot listen on {address}"))?;
         // Deep enough for all of a load at once.
@@ -267,10 +334,34 @@ async fn serve(name: String, listen: &[SocketAddr], tls_listen: &[SocketAddr]) -
         let acceptor = secure.then(|| acceptor.clone());
         tokio::spawn(accept(listener, acceptor, Arc::clone(&name), closed.subscribe()));
     }
+    for address in udp_listen {
+        let socket = UdpSocket::bind(address).with_context(|| format!("cannot listen on {address}"))?;
+        deepen(&socket)?;
+        let name = Arc::clone(&name);
+        std::thread::spawn(move || echo(&socket, &name));
+    }
     println!("listening");
     loop {
         refuse.recv().await;
         let _ = closed.send(true);
+    }
+}
+
+/// Room for all of a burst at once.
+fn deepen(socket: &UdpSocket) -> Result<()> {
+    nix::sys::socket::setsockopt(socket, nix::sys::socket::sockopt::RcvBufForce, &(8 << 20))?;
+    Ok(())
+}
+
+/// Sends every datagram back, after a line with the server's name and one with whom it came from.
+fn echo(socket: &UdpSocket, name: &str) {
+    let mut buffer = vec![0; 1 << 16];
+    loop {
+        // Errors are of earlier answers: the client is gone.
+        let Ok((length, peer)) = socket.recv_from(&mut buffer) else { continue };
+        let mut answer = format!("{name}\n{}\n", peer.ip()).into_bytes();
+        answer.extend(&buffer[..length]);
+        let _ = socket.send_to(&answer, peer);
     }
 }
 
@@ -319,6 +410,15 @@ async fn converse(
                 connection.write_all(format!("HTTP/1.1 200 OK\r\ncontent-length: {length}\r\n\r\n").as_bytes()).await?;
                 let digest = send(&mut connection, bytes).await?;
                 connection.write_all(&digest).await?;
+            }
+            "/push" => {
+                let mut beat = interval(Duration::from_millis(query.parse().context("milliseconds")?));
+                connection.write_all(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n").await?;
+                for serial in 0_u64.. {
+                    beat.tick().await;
+                    connection.write_all(format!("{serial}\n").as_bytes()).await?;
+                    connection.flush().await?;
+                }
             }
             "/up" => {
                 let digest = hexadecimal(&take(&mut connection, head.length).await?);
@@ -420,6 +520,13 @@ fn connector() -> Result<tokio_rustls::TlsConnector> {
     Ok(CONNECTOR.get_or_init(|| tokio_rustls::TlsConnector::from(Arc::new(config))).clone())
 }
 
+fn plus(address: IpAddr, step: u32) -> IpAddr {
+    match address {
+        IpAddr::V4(address) => Ipv4Addr::from_bits(address.to_bits().wrapping_add(step)).into(),
+        IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits().wrapping_add(u128::from(step))).into(),
+    }
+}
+
 impl Client {
     fn limit(&self) -> Duration {
         Duration::from_secs(self.limit)
@@ -431,8 +538,7 @@ impl Client {
             if let Some(source) = self.source {
                 socket.set_reuseaddr(true)?;
                 let step = (serial % u64::from(self.sources.max(1))) as u32;
-                let source = Ipv4Addr::from(u32::from(source) + step);
-                socket.bind(SocketAddr::new(source.into(), self.source_port))?;
+                socket.bind(SocketAddr::new(plus(source, step), self.source_port))?;
             }
             let stream = socket.connect(self.target).await?;
             stream.set_nodelay(true)?;
@@ -570,15 +676,20 @@ async fn hold_one(
         report.connections += 1;
         *report.servers.entry(home.name.clone()).or_default() += 1;
     }
-    let period = Duration::from_secs(1) / rate.max(1);
+    // Nobody sits through a period of a day.
+    let period = if rate == 0 { Duration::from_hours(24) } else { Duration::from_secs(1) / rate };
     // Spread over the period.
-    sleep(period.mul_f64((serial % 97) as f64 / 97.0)).await;
-    let mut beat = interval(period);
+    let begin =
+        tokio::time::Instant::now() + if rate == 0 { period } else { period.mul_f64((serial % 97) as f64 / 97.0) };
+    let mut beat = tokio::time::interval_at(begin, period);
     beat.set_missed_tick_behavior(MissedTickBehavior::Delay);
     for request in 1_u64.. {
-        tokio::select! {
-            _ = beat.tick() => {}
-            _ = stopped.wait_for(|stopped| *stopped) => break,
+        let last = tokio::select! {
+            _ = beat.tick() => false,
+            _ = stopped.wait_for(|stopped| *stopped) => true,
+        };
+        if last && rate > 0 {
+            break;
         }
         let token = format!("hold-{serial}-{request}");
         let begun = Instant::now();
@@ -600,6 +711,9 @@ async fn hold_one(
                 *report.errors.entry(kind(&error)).or_default() += 1;
                 return;
             }
+        }
+        if last {
+            break;
         }
     }
     let _ = connection.shutdown().await;
@@ -667,4 +781,239 @@ async fn transfer(client: &Client, bytes: u64) -> Result<()> {
     };
     println!("{}", serde_json::to_string(&report)?);
     Ok(())
+}
+
+async fn watch_all(client: Client, connections: u64, every_ms: u64) -> Result<()> {
+    let mut end = signal(SignalKind::terminate())?;
+    let open = Arc::new(AtomicU64::new(0));
+    let mut tasks = JoinSet::new();
+    for connection in 0..connections {
+        let (client, open) = (client.clone(), Arc::clone(&open));
+        tasks.spawn(async move { watch_one(&client, connection, every_ms, &open).await });
+    }
+    let mut said = false;
+    loop {
+        tokio::select! {
+            _ = end.recv() => return Ok(()),
+            Some(ended) = tasks.join_next() => ended?.context("a connection has ended")?,
+            () = sleep(Duration::from_millis(5)), if !said => {
+                if open.load(Ordering::Relaxed) == connections {
+                    println!("established");
+                    said = true;
+                }
+            }
+        }
+    }
+}
+
+async fn watch_one(client: &Client, number: u64, every_ms: u64, open: &AtomicU64) -> Result<()> {
+    let mut connection = client.connect(number).await?;
+    connection.write_all(format!("GET /push?{every_ms} HTTP/1.1\r\nhost: {SERVER_NAME}\r\n\r\n").as_bytes()).await?;
+    connection.flush().await?;
+    read_head(&mut connection).await?.context("closed by the other side")?;
+    let mut line = String::new();
+    while connection.read_line(&mut line).await? > 0 {
+        let at_ms = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis();
+        println!("{at_ms} {number} {}", line.trim_end());
+        if line == "0\n" {
+            open.fetch_add(1, Ordering::Relaxed);
+        }
+        line.clear();
+    }
+    bail!("closed by the other side")
+}
+
+// ---- datagrams
+
+/// What goes into a datagram: two numbers, then bytes that no other one has.
+fn content(socket: u64, serial: u64, largest: u64) -> Vec<u8> {
+    /// Bytes of both numbers.
+    const NUMBERS: u64 = 16;
+    let size = NUMBERS + serial.wrapping_mul(131) % (largest.saturating_sub(NUMBERS) + 1);
+    let mut state = (socket << 32 | serial).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut bytes = [socket.to_be_bytes(), serial.to_be_bytes()].concat();
+    while (bytes.len() as u64) < size {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        bytes.push(state as u8);
+    }
+    bytes
+}
+
+async fn exchange(client: Client, options: DatagramOptions) -> Result<()> {
+    let begun = Instant::now();
+    let stop = Arc::new(AtomicBool::new(false));
+    let mut end = signal(SignalKind::terminate())?;
+    let sockets = options.sockets.max(1);
+    let mut threads = Vec::new();
+    for number in 0..sockets {
+        let (client, options, stop) = (client.clone(), options.clone(), Arc::clone(&stop));
+        let share = options.datagrams / sockets + u64::from(number < options.datagrams % sockets);
+        let share = if options.datagrams == 0 { u64::MAX } else { share };
+        threads.push(std::thread::spawn(move || exchange_one(&client, &options, number, share, &stop)));
+    }
+    let joined =
+        tokio::task::spawn_blocking(move || threads.into_iter().map(std::thread::JoinHandle::join).collect::<Vec<_>>());
+    tokio::pin!(joined);
+    let reports = loop {
+        tokio::select! {
+            reports = &mut joined => break reports?,
+            _ = end.recv() => stop.store(true, Ordering::Relaxed),
+        }
+    };
+    let mut report = DatagramReport::default();
+    for one in reports {
+        let one = one.map_err(|_| anyhow::anyhow!("a thread panicked"))??;
+        report.sent += one.sent;
+        report.received += one.received;
+        report.wrong += one.wrong;
+        if one.refused > 0 {
+            report.refused_ms =
+                if report.refused == 0 { one.refused_ms } else { report.refused_ms.min(one.refused_ms) };
+        }
+        report.refused += one.refused;
+        report.servers_of_a_socket = report.servers_of_a_socket.max(one.servers.len() as u64);
+        for (all, some) in [(&mut report.servers, one.servers), (&mut report.peers, one.peers)] {
+            for (name, count) in some {
+                *all.entry(name).or_default() += count;
+            }
+        }
+    }
+    report.elapsed_ms = milliseconds(begun);
+    println!("{}", serde_json::to_string(&report)?);
+    Ok(())
+}
+
+/// One socket's share.
+fn exchange_one(
+    client: &Client,
+    options: &DatagramOptions,
+    number: u64,
+    share: u64,
+    stop: &AtomicBool,
+) -> Result<DatagramReport> {
+    let any = if client.target.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
+    let source = client.source.map_or(any, |source| plus(source, (number % u64::from(client.sources.max(1))) as u32));
+    let socket = UdpSocket::bind(SocketAddr::new(source, client.source_port))?;
+    deepen(&socket)?;
+    socket.connect(client.target)?;
+    if options.zero_checksum {
+        let on: libc::c_int = 1;
+        // SAFETY: the kernel reads one integer, which outlives the call.
+        let set = unsafe {
+            libc::setsockopt(
+                socket.as_raw_fd(),
+                libc::SOL_SOCKET,
+                libc::SO_NO_CHECK,
+                (&raw const on).cast(),
+                size_of::<libc::c_int>() as libc::socklen_t,
+            )
+        };
+        ensure!(set == 0, "cannot turn checksums off: {}", std::io::Error::last_os_error());
+    }
+    let (begun, mut report) = (Instant::now(), DatagramReport::default());
+    let (mut waited_for, mut next, mut buffer) = (BTreeSet::new(), 0, vec![0; 1 << 16]);
+    let window = if options.rate > 0 { 1 } else { options.window.max(1) };
+    while next < share && !stop.load(Ordering::Relaxed) {
+        for _ in 0..window.min(share - next) {
+            match socket.send(&content(number, next, options.size)) {
+                Ok(_) => {}
+                Err(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => {
+                    return Ok(refused(report, begun));
+                }
+                Err(error) => return Err(error).context("cannot send"),
+            }
+            waited_for.insert(next);
+            report.sent += 1;
+            next += 1;
+        }
+        let end = Instant::now() + client.limit().min(Duration::from_secs(2));
+        while !waited_for.is_empty() {
+            let left = end.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                // Lost; what comes later still counts.
+                break;
+            }
+            socket.set_read_timeout(Some(left))?;
+            match socket.recv(&mut buffer) {
+                Ok(length) => take_answer(&buffer[..length], number, options.size, &mut waited_for, &mut report),
+                Err(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => {
+                    return Ok(refused(report, begun));
+                }
+                Err(_) => {}
+            }
+        }
+        if options.rate > 0 {
+            std::thread::sleep(Duration::from_secs(1) / options.rate);
+        }
+    }
+    Ok(report)
+}
+
+fn refused(mut report: DatagramReport, begun: Instant) -> DatagramReport {
+    report.refused = 1;
+    report.refused_ms = milliseconds(begun);
+    report
+}
+
+fn take_answer(answer: &[u8], number: u64, size: u64, waited_for: &mut BTreeSet<u64>, report: &mut DatagramReport) {
+    let mut parts = answer.splitn(3, |&byte| byte == b'\n');
+    let (Some(server), Some(peer), Some(bytes)) = (parts.next(), parts.next(), parts.next()) else {
+        report.wrong += 1;
+        return;
+    };
+    let serial = bytes.get(8..16).and_then(|bytes| bytes.try_into().ok()).map(u64::from_be_bytes);
+    match serial {
+        Some(serial) if waited_for.contains(&serial) && content(number, serial, size) == bytes => {
+            waited_for.remove(&serial);
+            report.received += 1;
+            let count = |all: &mut BTreeMap<String, u64>, name: &[u8]| {
+                *all.entry(String::from_utf8_lossy(name).into_owned()).or_default() += 1;
+            };
+            count(&mut report.servers, server);
+            count(&mut report.peers, peer);
+        }
+        _ => report.wrong += 1,
+    }
+}
+
+// ---- VLAN
+
+fn tagger(access: &str, trunk: &str, vlan: u16) -> Result<()> {
+    let inside = Arc::new(PacketSocket::open(Some(access), false)?);
+    let outside = Arc::new(PacketSocket::open(Some(trunk), false)?);
+    println!("joined");
+    let back = std::thread::spawn({
+        let (inside, outside) = (Arc::clone(&inside), Arc::clone(&outside));
+        move || carry(&outside, &inside, |frame| untagged(frame, vlan))
+    });
+    // Within an access network nothing has a tag.
+    carry(&inside, &outside, |frame| (!is_tagged(frame)).then(|| tagged(frame, vlan)))?;
+    back.join().map_err(|_| anyhow::anyhow!("a thread panicked"))?
+}
+
+fn is_tagged(frame: &[u8]) -> bool {
+    matches!(frame.get(12..14), Some([0x81, 0] | [0x88, 0xa8]))
+}
+
+/// The frame without its tag, if it has the one of this VLAN.
+fn untagged(frame: &[u8], vlan: u16) -> Option<Vec<u8>> {
+    let tag = u16::from_be_bytes(frame.get(14..16)?.try_into().ok()?);
+    (is_tagged(frame) && tag & 0xfff == vlan).then(|| [&frame[..12], &frame[16..]].concat())
+}
+
+fn carry(from: &PacketSocket, to: &PacketSocket, change: impl Fn(&[u8]) -> Option<Vec<u8>>) -> Result<()> {
+    let mut buffer = vec![0; 1 << 16];
+    loop {
+        let length = match from.receive(&mut buffer) {
+            Ok(arrival) => arrival.length,
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EINTR | libc::ENETDOWN)) => continue,
+            Err(error) => return Err(error).context("cannot receive"),
+        };
+        if let Some(frame) = change(&buffer[..length]) {
+            // A frame that is too large, or that finds no room, is lost as on any wire.
+            let _ = to.send(None, &frame);
+        }
+    }
 }

@@ -1,11 +1,12 @@
 //! The agent, run in the lab as an operator runs it.
+use std::collections::BTreeMap;
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result, bail, ensure};
 use nix::sys::signal::Signal;
 
 use super::{Lab, Namespace, Process, binary, lock};
@@ -147,5 +148,46 @@ impl Agent {
         all.extend(["-o", "json"]);
         let text = self.lbctl(&all)?;
         serde_json::from_str(&text).with_context(|| format!("lbctl {} printed no JSON:\n{text}", words.join(" ")))
+    }
+
+    /// Flows as `lbctl flows` lists them with these filters, e.g. `["--tenant", "a"]`.
+    pub fn flows(&self, filters: &[&str]) -> Result<Vec<serde_json::Value>> {
+        let mut words = vec!["flows"];
+        words.extend(filters);
+        match self.lbctl_json(&words)? {
+            serde_json::Value::Array(flows) => Ok(flows),
+            other => bail!("lbctl flows printed no list: {other}"),
+        }
+    }
+
+    /// Packets by reason that the tenant's counters hold; `None`: those of no tenant.
+    pub fn reasons(&self, tenant: Option<&str>) -> Result<BTreeMap<String, u64>> {
+        let list = self.lbctl_json(&["drops"])?;
+        let rows = list.as_array().with_context(|| format!("lbctl drops printed no list: {list}"))?;
+        let mut reasons = BTreeMap::new();
+        for row in rows.iter().filter(|row| row["tenant"].as_str() == tenant) {
+            let (reason, packets) = (row["reason"].as_str(), row["packets"].as_u64());
+            let (reason, packets) =
+                reason.zip(packets).with_context(|| format!("a row of lbctl drops is unreadable: {row}"))?;
+            *reasons.entry(reason.to_owned()).or_default() += packets;
+        }
+        Ok(reasons)
+    }
+
+    /// Packets of one reason, of all tenants and of none.
+    pub fn reason(&self, reason: &str) -> Result<u64> {
+        let list = self.lbctl_json(&["drops"])?;
+        let rows = list.as_array().with_context(|| format!("lbctl drops printed no list: {list}"))?;
+        Ok(rows.iter().filter(|row| row["reason"] == reason).filter_map(|row| row["packets"].as_u64()).sum())
+    }
+
+    /// Waits until this many backends are up, as `lbctl backends` lists them.
+    pub fn wait_backends_up(&self, count: usize) -> Result<()> {
+        super::wait_until(Duration::from_secs(10), &format!("{count} backends are up"), || {
+            let list = self.lbctl_json(&["backends"])?;
+            let up = list.as_array().into_iter().flatten().filter(|backend| backend["state"] == "up").count();
+            ensure!(up >= count, "{list}");
+            Ok(true)
+        })
     }
 }

@@ -3,7 +3,6 @@
 //! What XDP takes is not seen on the interface that it is attached to, but on the other end of the cable.
 use std::collections::BTreeMap;
 use std::io::Write as _;
-use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -11,16 +10,12 @@ use std::thread::JoinHandle;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context as _, Result, anyhow, ensure};
-use nix::sys::socket::{
-    AddressFamily, LinkAddr, SockFlag, SockProtocol, SockType, recvfrom, setsockopt, socket, sockopt,
-};
-use nix::sys::time::{TimeVal, TimeValLike as _};
 
-use super::{Namespace, describe, lock, verify};
+use super::{Namespace, PacketSocket, describe, lock, verify};
 
 /// Frames that a capture keeps at most, so that a long run does not fill the memory.
 const KEPT: usize = 200_000;
-const LOOPBACK: usize = 1;
+const LOOPBACK: u32 = 1;
 
 /// Says of a frame whether it is wanted.
 pub type Filter = Box<dyn Fn(&[u8]) -> bool + Send>;
@@ -98,15 +93,7 @@ pub struct Capture {
 impl Capture {
     /// Captures on all interfaces of a namespace but loopback, from now on.
     pub fn start(namespace: &Namespace, keep: Keep) -> Result<Self> {
-        // 64 MiB hold what comes while this thread waits for a CPU.
-        const BUFFER: usize = 64 << 20;
-        let socket = namespace.run(|| {
-            let socket = socket(AddressFamily::Packet, SockType::Raw, SockFlag::SOCK_CLOEXEC, SockProtocol::EthAll)
-                .context("cannot open a packet socket")?;
-            setsockopt(&socket, sockopt::RcvBufForce, &BUFFER)?;
-            setsockopt(&socket, sockopt::ReceiveTimeout, &TimeVal::milliseconds(20))?;
-            Ok(socket)
-        })?;
+        let socket = namespace.run(|| PacketSocket::open(None, true))?;
         let stop = Arc::new(AtomicBool::new(false));
         let seen = Arc::new(Mutex::new(Summary { namespace: namespace.name().to_owned(), ..Summary::default() }));
         let thread = std::thread::spawn({
@@ -137,25 +124,31 @@ impl Drop for Capture {
     }
 }
 
-fn read(socket: &OwnedFd, namespace: &Namespace, keep: &Keep, stop: &AtomicBool, seen: &Mutex<Summary>) -> Result<()> {
+fn read(
+    socket: &PacketSocket,
+    namespace: &Namespace,
+    keep: &Keep,
+    stop: &AtomicBool,
+    seen: &Mutex<Summary>,
+) -> Result<()> {
     let mut names = BTreeMap::new();
     namespace.enter_thread()?;
     let mut buffer = vec![0; 1 << 16];
     loop {
         let stopping = stop.load(Ordering::Relaxed);
-        let (length, from) = match recvfrom::<LinkAddr>(socket.as_raw_fd(), &mut buffer) {
-            Ok((length, Some(from))) => (length, from),
-            Err(nix::errno::Errno::EAGAIN) if stopping => break,
-            // ENETDOWN: an interface went away.
-            Ok((_, None)) | Err(nix::errno::Errno::EINTR | nix::errno::Errno::EAGAIN | nix::errno::Errno::ENETDOWN) => {
-                continue;
-            }
-            Err(error) => return Err(error).context("cannot read from the packet socket"),
+        let arrival = match socket.receive(&mut buffer) {
+            Ok(arrival) => arrival,
+            Err(error) => match error.raw_os_error() {
+                Some(libc::EAGAIN) if stopping => break,
+                // ENETDOWN: an interface went away.
+                Some(libc::EINTR | libc::EAGAIN | libc::ENETDOWN) => continue,
+                _ => return Err(error).context("cannot read from the packet socket"),
+            },
         };
-        if from.ifindex() == LOOPBACK {
+        if arrival.interface == LOOPBACK {
             continue;
         }
-        let frame = &buffer[..length];
+        let frame = &buffer[..arrival.length];
         let fault = verify(frame).err();
         let wanted = match keep {
             Keep::Bad => false,
@@ -166,47 +159,29 @@ fn read(socket: &OwnedFd, namespace: &Namespace, keep: &Keep, stop: &AtomicBool,
         seen.frames += 1;
         seen.bad += u64::from(fault.is_some());
         if (wanted || fault.is_some()) && seen.kept.len() < KEPT {
-            let interface = names.entry(from.ifindex()).or_insert_with(|| name(from.ifindex())).clone();
+            let interface = names.entry(arrival.interface).or_insert_with(|| name(arrival.interface)).clone();
             seen.kept.push(Captured {
                 at: SystemTime::now(),
                 interface,
-                outgoing: from.pkttype() == libc::PACKET_OUTGOING,
+                outgoing: arrival.outgoing,
                 fault,
                 bytes: frame.to_vec(),
             });
         }
     }
-    lock(seen).missed = missed(socket)?;
+    lock(seen).missed = socket.missed()?;
     Ok(())
 }
 
-fn name(index: usize) -> String {
+fn name(index: u32) -> String {
     let mut buffer = [0; libc::IF_NAMESIZE];
     // SAFETY: the buffer has the size that the function asks for.
-    let found = unsafe { libc::if_indextoname(index as u32, buffer.as_mut_ptr()) };
+    let found = unsafe { libc::if_indextoname(index, buffer.as_mut_ptr()) };
     if found.is_null() {
         return format!("interface {index}");
     }
     let bytes: Vec<u8> = buffer.iter().map(|&byte| byte as u8).take_while(|&byte| byte != 0).collect();
     String::from_utf8_lossy(&bytes).into_owned()
-}
-
-/// How many frames the socket had no room for.
-fn missed(socket: &OwnedFd) -> Result<u64> {
-    let mut statistics = libc::tpacket_stats { tp_packets: 0, tp_drops: 0 };
-    let mut length = size_of::<libc::tpacket_stats>() as libc::socklen_t;
-    // SAFETY: the kernel writes at most `length` bytes into the struct, which is that long.
-    let result = unsafe {
-        libc::getsockopt(
-            socket.as_raw_fd(),
-            libc::SOL_PACKET,
-            libc::PACKET_STATISTICS,
-            (&raw mut statistics).cast(),
-            &raw mut length,
-        )
-    };
-    ensure!(result == 0, "cannot read the packet socket's statistics: {}", std::io::Error::last_os_error());
-    Ok(u64::from(statistics.tp_drops))
 }
 
 /// Writes frames as a file that tcpdump and Wireshark read.

@@ -1,12 +1,14 @@
 //! Reading captured frames: what they are, and whether their checksums are right.
 use std::fmt::Write as _;
-use std::net::{Ipv4Addr, SocketAddrV4};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4};
 
 use lbd_common::checksum::{fold, sum};
 
 const ETHERNET: usize = 14;
 const TCP: u8 = 6;
 const UDP: u8 = 17;
+const ICMP: u8 = 1;
+const ICMP6: u8 = 58;
 
 /// Where an IPv4 TCP or UDP packet goes from and to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,6 +29,86 @@ pub struct Ports {
     pub ttl: u8,
     /// Bytes after the transport header.
     pub payload: usize,
+}
+
+/// A packet of either family.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Packet {
+    /// MAC address that it was sent to.
+    pub to_mac: [u8; 6],
+    /// MAC address that it was sent from.
+    pub from_mac: [u8; 6],
+    /// VLAN id of its tag, if it has one.
+    pub vlan: Option<u16>,
+    /// Sender.
+    pub source: IpAddr,
+    /// Receiver.
+    pub destination: IpAddr,
+    /// IP protocol number.
+    pub protocol: u8,
+    /// Time to live, or hop limit.
+    pub ttl: u8,
+    /// What follows the IP header.
+    pub payload: Vec<u8>,
+}
+
+impl Packet {
+    fn port(&self, at: usize) -> u16 {
+        if matches!(self.protocol, TCP | UDP) { u16_at(&self.payload, at).unwrap_or_default() } else { 0 }
+    }
+
+    /// Sender, with its port (0 unless TCP or UDP).
+    pub fn from(&self) -> SocketAddr {
+        SocketAddr::new(self.source, self.port(0))
+    }
+
+    /// Receiver, with its port (0 unless TCP or UDP).
+    pub fn to(&self) -> SocketAddr {
+        SocketAddr::new(self.destination, self.port(2))
+    }
+
+    /// Flags of a TCP packet, else 0.
+    pub fn tcp_flags(&self) -> u8 {
+        if self.protocol == TCP { self.payload.get(13).copied().unwrap_or_default() } else { 0 }
+    }
+
+    /// Type and code of an ICMP or ICMPv6 message.
+    pub fn icmp(&self) -> Option<(u8, u8)> {
+        if matches!(self.protocol, ICMP | ICMP6) { Some((*self.payload.first()?, *self.payload.get(1)?)) } else { None }
+    }
+
+    /// Largest segment that a SYN asks for.
+    pub fn mss(&self) -> Option<u16> {
+        if self.tcp_flags() & 2 == 0 {
+            return None;
+        }
+        let mut options = self.payload.get(20..usize::from(self.payload[12] >> 4) * 4)?;
+        loop {
+            match options {
+                [2, 4, high, low, ..] => return Some(u16::from_be_bytes([*high, *low])),
+                [1, rest @ ..] => options = rest,
+                [0, ..] | [] | [_] => return None,
+                [_, length, ..] => options = options.get(usize::from(*length).max(2)..)?,
+            }
+        }
+    }
+}
+
+/// An ARP packet.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Arp {
+    /// MAC address that the frame was sent to.
+    pub to_mac: [u8; 6],
+    /// VLAN id of the frame's tag, if it has one.
+    pub vlan: Option<u16>,
+    /// 1: request; 2: reply.
+    pub operation: u16,
+    /// Who says so.
+    pub sender_mac: [u8; 6],
+    /// And its address.
+    pub sender: Ipv4Addr,
+    /// Whom it asks for or tells.
+    pub target: Ipv4Addr,
 }
 
 struct Network<'a> {
@@ -101,8 +183,8 @@ pub fn verify(frame: &[u8]) -> Result<(), String> {
         TCP => ("TCP", true),
         UDP if u16_at(network.payload, 6) == Some(0) && network.header[0] >> 4 == 4 => return Ok(()),
         UDP => ("UDP", true),
-        1 => ("ICMP", false),
-        58 => ("ICMPv6", true),
+        ICMP => ("ICMP", false),
+        ICMP6 => ("ICMPv6", true),
         _ => return Ok(()),
     };
     let mut total = sum(network.payload);
@@ -139,6 +221,51 @@ pub fn ports(frame: &[u8]) -> Option<Ports> {
     })
 }
 
+fn mac_at(frame: &[u8], at: usize) -> Option<[u8; 6]> {
+    frame.get(at..at + 6)?.try_into().ok()
+}
+
+fn vlan(frame: &[u8]) -> Option<u16> {
+    (u16_at(frame, 12)? == 0x8100).then(|| u16_at(frame, 14).map(|tag| tag & 0xfff)).flatten()
+}
+
+/// The packet in a frame, if it is a whole one of IPv4 or IPv6.
+pub fn packet(frame: &[u8]) -> Option<Packet> {
+    let network = network(frame)?;
+    let header = network.header;
+    let four = |at: usize| Some(Ipv4Addr::from(<[u8; 4]>::try_from(header.get(at..at + 4)?).ok()?).into());
+    let six = |at: usize| Some(Ipv6Addr::from(<[u8; 16]>::try_from(header.get(at..at + 16)?).ok()?).into());
+    let v4 = header.first()? >> 4 == 4;
+    Some(Packet {
+        to_mac: mac_at(frame, 0)?,
+        from_mac: mac_at(frame, 6)?,
+        vlan: vlan(frame),
+        source: if v4 { four(12)? } else { six(8)? },
+        destination: if v4 { four(16)? } else { six(24)? },
+        protocol: network.protocol,
+        ttl: *header.get(if v4 { 8 } else { 7 })?,
+        payload: network.payload.to_vec(),
+    })
+}
+
+/// The ARP packet in a frame.
+pub fn arp(frame: &[u8]) -> Option<Arp> {
+    let vlan = vlan(frame);
+    let at = ETHERNET + if vlan.is_some() { 4 } else { 0 };
+    if u16_at(frame, at - 2)? != 0x0806 {
+        return None;
+    }
+    let address = |at: usize| Some(Ipv4Addr::from(<[u8; 4]>::try_from(frame.get(at..at + 4)?).ok()?));
+    Some(Arp {
+        to_mac: mac_at(frame, 0)?,
+        vlan,
+        operation: u16_at(frame, at + 6)?,
+        sender_mac: mac_at(frame, at + 8)?,
+        sender: address(at + 14)?,
+        target: address(at + 24)?,
+    })
+}
+
 /// One line about a frame.
 pub fn describe(frame: &[u8]) -> String {
     if let Some(found) = ports(frame) {
@@ -153,6 +280,22 @@ pub fn describe(frame: &[u8]) -> String {
             "{protocol} {} > {} [{flags}] seq {} ack {} ttl {} length {}",
             found.source, found.destination, found.sequence, found.acknowledgement, found.ttl, found.payload
         );
+    }
+    if let Some(found) = packet(frame) {
+        let tag = found.vlan.map_or_else(String::new, |vlan| format!("VLAN {vlan} "));
+        let kind = found.icmp().map_or_else(String::new, |(kind, code)| format!(" type {kind} code {code}"));
+        return format!(
+            "{tag}protocol {} {} > {}{kind} flags {:#x} ttl {} length {}",
+            found.protocol,
+            found.from(),
+            found.to(),
+            found.tcp_flags(),
+            found.ttl,
+            found.payload.len()
+        );
+    }
+    if let Some(found) = arp(frame) {
+        return format!("{found:?}");
     }
     let mut text = String::from("frame");
     for byte in frame.iter().take(48) {
@@ -203,5 +346,25 @@ mod tests {
         assert_eq!(found.source.to_string(), "203.0.113.9:40000");
         assert_eq!(found.destination.to_string(), "192.0.2.34:6443");
         assert_eq!((found.flags, found.sequence, found.ttl), (2, 7, 63));
+    }
+
+    #[test]
+    fn packets_of_both_families_are_read_with_their_tags() {
+        let found = super::packet(&crate::lab::tagged(&packet(), 2003)).unwrap();
+        assert_eq!((found.vlan, found.ttl, found.tcp_flags(), found.mss()), (Some(2003), 63, 2, None));
+        assert_eq!(found.to().to_string(), "192.0.2.34:6443");
+        let mut six = Vec::new();
+        PacketBuilder::ethernet2([2; 6], [4; 6])
+            .ipv6([1; 16], [3; 16], 9)
+            .tcp(1, 443, 7, 64240)
+            .syn()
+            .options(&[etherparse::TcpOptionElement::Noop, etherparse::TcpOptionElement::MaximumSegmentSize(1220)])
+            .unwrap()
+            .write(&mut six, &[])
+            .unwrap();
+        assert_eq!(verify(&six), Ok(()));
+        let found = super::packet(&six).unwrap();
+        assert_eq!((found.vlan, found.ttl, found.mss(), found.to().port()), (None, 9, Some(1220), 443));
+        assert_eq!((found.to_mac, found.from_mac), ([4; 6], [2; 6]));
     }
 }

@@ -29,6 +29,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
 
@@ -37,12 +38,15 @@ pub use api::Api;
 pub use binaries::binary;
 pub use bpf::{XdpMode, XdpProgram, XdpVerdict};
 pub use capture::{Capture, Captured, Filter, Keep, Summary, write_pcap};
-pub use frame::{Ports, describe, ports, verify};
+pub use frame::{Arp, Packet, Ports, arp, describe, packet, ports, verify};
 pub use namespace::Namespace;
-pub use peer::{Answer, Hold, HoldReport, Listener, LoadReport, Peer, Tick, Ticker, Transfer, get, load, transfer};
+pub use peer::{
+    Answer, Arrived, DatagramReport, Datagrams, Hold, HoldReport, Listener, LoadReport, Peer, Tick, Ticker, Transfer,
+    Watch, datagrams, get, get_with, load, load_with, socket, transfer,
+};
 pub use process::Process;
-pub use raw::{mac_bytes, send_frame};
-pub use topology::{Bench, Seed};
+pub use raw::{Arrival, PacketSocket, mac_bytes, send_frame, send_frames, tagged};
+pub use topology::{Bench, Seed, Trunk};
 pub use wait::{eventually, wait_until};
 
 /// A set of namespaces, cables and processes with one life.
@@ -65,14 +69,21 @@ pub struct Nic {
     pub mac: Option<String>,
     /// MTU; `None` = 1500.
     pub mtu: Option<u32>,
-    /// Default gateway.
-    pub gateway: Option<String>,
+    /// Default gateways, at most one a family.
+    pub gateways: Vec<String>,
 }
 
 impl Nic {
     /// An end with one address.
     pub fn new(address: &str) -> Self {
-        Self { addresses: vec![address.to_owned()], ..Self::default() }
+        Self::default().address(address)
+    }
+
+    /// With this address too; one of IPv6 turns IPv6 on at the interface.
+    #[must_use]
+    pub fn address(mut self, address: &str) -> Self {
+        self.addresses.push(address.to_owned());
+        self
     }
 
     /// With this MAC address.
@@ -85,7 +96,7 @@ impl Nic {
     /// With this default gateway.
     #[must_use]
     pub fn gateway(mut self, gateway: &str) -> Self {
-        self.gateway = Some(gateway.to_owned());
+        self.gateways.push(gateway.to_owned());
         self
     }
 
@@ -134,7 +145,7 @@ impl Lab {
         let namespace = Namespace::new(&format!("{}-{name}", self.name), name)?;
         namespace.ip("link set lo up")?;
         namespace.sysctl("net/ipv4/ip_forward", "0")?;
-        // No IPv6 chatter; a suite that wants IPv6 turns it on.
+        // No IPv6 chatter: only interfaces that get an IPv6 address have it on.
         namespace.sysctl("net/ipv6/conf/default/accept_dad", "0")?;
         namespace.sysctl("net/ipv6/conf/all/disable_ipv6", "1")?;
         namespace.sysctl("net/ipv6/conf/default/disable_ipv6", "1")?;
@@ -189,6 +200,20 @@ impl Lab {
         lock(&self.links).remove(&near).map(drop).with_context(|| format!("no cable in {}:{interface}", station.name()))
     }
 
+    /// Joins an access switch, whose stations know nothing of VLANs, to a trunk switch: frames get the tag on the way to the trunk
+    /// and lose it on the way back; frames of other VLANs and without a tag stay outside. A process does it, since kernels
+    /// without VLAN devices run the suites too.
+    pub fn tagger(&self, trunk: &Namespace, access: &Namespace, vlan: u16) -> Result<Process> {
+        let tagger = self.namespace(&format!("tag{vlan}"))?;
+        self.plug(access, &tagger, "access", &Nic::default())?;
+        self.plug(trunk, &tagger, "trunk", &Nic::default())?;
+        let mut command = Command::new(binary("lbd-test-peer")?);
+        command.args(["tagger", "--access", "access", "--trunk", "trunk", "--vlan", &vlan.to_string()]);
+        let process = self.start(&tagger, &format!("tagger-{vlan}"), command)?;
+        process.wait_for("joined", Duration::from_secs(10))?;
+        Ok(process)
+    }
+
     /// Starts a program in a namespace; its output goes to files in the lab's directory.
     pub fn start(&self, namespace: &Namespace, name: &str, command: Command) -> Result<Process> {
         let serial = self.serial.fetch_add(1, Ordering::Relaxed);
@@ -200,14 +225,16 @@ impl Lab {
         self.namespaces().iter().map(|namespace| Capture::start(namespace, Keep::Bad)).collect()
     }
 
-    /// Fails if `net.ipv4.ip_forward` is on in that namespace, for all interfaces or any.
+    /// Fails if forwarding is on in that namespace, for either family, for all interfaces or any.
     pub fn assert_no_forwarding(namespace: &Namespace) -> Result<()> {
         let values = namespace.run(|| -> Result<String> {
             let mut on = String::new();
-            for entry in std::fs::read_dir("/proc/sys/net/ipv4/conf")? {
-                let path = entry?.path().join("forwarding");
-                if std::fs::read_to_string(&path)?.trim() != "0" {
-                    let _ = write!(on, "{} ", path.display());
+            for family in ["ipv4", "ipv6"] {
+                for entry in std::fs::read_dir(format!("/proc/sys/net/{family}/conf"))? {
+                    let path = entry?.path().join("forwarding");
+                    if std::fs::read_to_string(&path)?.trim() != "0" {
+                        let _ = write!(on, "{} ", path.display());
+                    }
                 }
             }
             if std::fs::read_to_string("/proc/sys/net/ipv4/ip_forward")?.trim() != "0" {
@@ -265,11 +292,16 @@ fn configure(station: &Namespace, interface: &str, nic: &Nic) -> Result<()> {
     if let Some(mtu) = nic.mtu {
         let _ = writeln!(batch, "link set {interface} mtu {mtu}");
     }
+    if nic.addresses.iter().any(|address| address.contains(':')) {
+        for name in ["lo", interface] {
+            station.sysctl(&format!("net/ipv6/conf/{name}/disable_ipv6"), "0")?;
+        }
+    }
     for address in &nic.addresses {
         let _ = writeln!(batch, "address add {address} dev {interface}");
     }
     let _ = writeln!(batch, "link set {interface} up");
-    if let Some(gateway) = &nic.gateway {
+    for gateway in &nic.gateways {
         let _ = writeln!(batch, "route add default via {gateway} dev {interface}");
     }
     station.ip_batch(&batch)?;

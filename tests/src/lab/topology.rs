@@ -58,7 +58,7 @@ impl Seed {
         let station = |switch: &Namespace, name: &str, address: &str, gateway: Option<&str>| -> Result<Namespace> {
             let station = lab.namespace(name)?;
             let mut nic = Nic::new(address);
-            nic.gateway = gateway.map(str::to_owned);
+            nic.gateways = gateway.map(str::to_owned).into_iter().collect();
             lab.plug(switch, &station, "eth0", &nic)?;
             Ok(station)
         };
@@ -195,6 +195,12 @@ impl Bench {
     pub const VIP: &str = "192.0.2.34";
     /// VIP of tenant b.
     pub const OTHER_VIP: &str = "198.51.100.34";
+    /// IPv6 VIP of tenant a.
+    pub const VIP6: &str = "2001:db8:a::34";
+    /// IPv6 VIP of tenant b.
+    pub const OTHER_VIP6: &str = "2001:db8:b::34";
+    /// Port of the UDP service, and its NodePort.
+    pub const UDP_PORTS: (u16, u16) = (5353, 31053);
     /// NodePort of `hcp-a/kube-apiserver`.
     pub const NODE_PORT: u16 = 30918;
 
@@ -228,6 +234,100 @@ impl Bench {
         let api = lab.namespace("api")?;
         lab.plug(&hub, &api, "eth0", &Nic::new("10.0.0.20/24"))?;
         Ok(Self { lab, lb, router, far, near, other, nodes, switches: vec![ten0, ten1, hub], api })
+    }
+
+    /// Like `new`, with IPv6 beside IPv4: 2001:db8:a::/64 is tenant a's segment, 2001:db8:b::/64 tenant b's, 2001:db8:c::/64 behind
+    /// tenant a's router, 2001:db8:f::/64 the hub's. The host has default routes by tenant a's router.
+    pub fn dual(name: &str) -> Result<Self> {
+        let bench = Self::new(name)?;
+        bench.lb.ip("route add default via 192.0.2.1 dev ten0")?;
+        let stations = [
+            (&bench.lb, "ten0", "2001:db8:a::2", Some("2001:db8:a::1")),
+            (&bench.lb, "ten1", "2001:db8:b::2", None),
+            (&bench.lb, "hub0", "2001:db8:f::2", None),
+            (&bench.router, "eth0", "2001:db8:a::1", None),
+            (&bench.router, "eth1", "2001:db8:c::1", None),
+            // The last one is the one that connections come from.
+            (&bench.far, "eth0", "2001:db8:c::a", None),
+            (&bench.far, "eth0", "2001:db8:c::9", Some("2001:db8:c::1")),
+            (&bench.near, "eth0", "2001:db8:a::60", Some("2001:db8:a::1")),
+            (&bench.other, "eth0", "2001:db8:b::60", None),
+        ];
+        for (station, interface, address, gateway) in stations {
+            enable_v6(station, interface, &format!("{address}/64"), gateway)?;
+        }
+        for (place, node) in bench.nodes.iter().enumerate() {
+            enable_v6(node, "eth0", &format!("{}/64", Self::node_address(place, true)), None)?;
+        }
+        bench.router.sysctl("net/ipv6/conf/all/forwarding", "1")?;
+        Ok(bench)
+    }
+
+    /// Address of a node, by its place in `nodes`.
+    pub fn node_address(place: usize, v6: bool) -> String {
+        format!("{}{}", if v6 { "2001:db8:f::" } else { "10.0.0." }, 11 + place)
+    }
+
+    /// Starts a server on every node for the services of `dual_configuration`.
+    pub fn serve_dual(&self) -> Result<Vec<Peer>> {
+        let mut peers = Vec::new();
+        for (place, node) in self.nodes.iter().enumerate() {
+            let listeners: Vec<_> = [false, true]
+                .map(|v6| Self::node_address(place, v6))
+                .iter()
+                .flat_map(|address| {
+                    [Listener::plain(address, Self::NODE_PORT), Listener::udp(address, Self::UDP_PORTS.1)]
+                })
+                .collect();
+            peers.push(Peer::serve(&self.lab, node, node.name(), &listeners)?);
+        }
+        Ok(peers)
+    }
+
+    /// A configuration from the file alone, for `dual`: `VIP:6443` and `VIP:5353/udp` of both tenants, in both families, on all nodes at
+    /// NodePorts 30918 and 31053. `extra` is appended.
+    pub fn dual_configuration(extra: &str) -> String {
+        let frontends = |v4: &str, v6: &str| {
+            format!(
+                "    frontends:
+      - name: four
+        vip: {v4}
+        ports: [{{ port: 6443, target: 30918 }}, {{ port: 5353, target: 31053, protocol: UDP }}]
+        backends: [10.0.0.11, 10.0.0.12, 10.0.0.13]
+      - name: six
+        vip: '{v6}'
+        ports: [{{ port: 6443, target: 30918 }}, {{ port: 5353, target: 31053, protocol: UDP }}]
+        backends: ['2001:db8:f::11', '2001:db8:f::12', '2001:db8:f::13']
+"
+            )
+        };
+        format!(
+            "\
+version: 1
+hubs:
+  - name: hub
+    interface: hub0
+    snat: [10.0.0.2, '2001:db8:f::2']
+    node_cidrs: [10.0.0.0/24, '2001:db8:f::/64']
+tenants:
+  - name: a
+    segment: {{ interface: ten0 }}
+    pools: [192.0.2.32/28, '2001:db8:a::30/124']
+{}  - name: b
+    segment: {{ interface: ten1 }}
+    pools: [198.51.100.32/28, '2001:db8:b::30/124']
+{}{extra}
+",
+            frontends(Self::VIP, Self::VIP6),
+            frontends(Self::OTHER_VIP, Self::OTHER_VIP6),
+        )
+    }
+
+    /// An agent for `dual` with this configuration, started, with both VIPs of tenant a answering.
+    pub fn dual_agent(&self, configuration: &str) -> Result<Agent> {
+        let agent = self.agent(configuration)?;
+        wait_served(&self.near, &super::socket(Self::VIP6, 6443), false, Duration::from_secs(10))?;
+        Ok(agent)
     }
 
     /// Starts a server on every node, on these ports.
@@ -280,6 +380,160 @@ tenants:
         agent.start(&self.lab)?;
         wait_served(&self.near, &format!("{}:6443", Self::VIP), false, Duration::from_secs(10))?;
         Ok(agent)
+    }
+}
+
+/// Two tenants that use the very same addresses, in two VLANs of one interface of the host.
+///
+/// ```text
+/// a's client .60, router .1 ── access-a ── tagger 2003 ─┐
+///                                                       ├─ trunk ─ trunk0  lb  hub0 .2 ─ hub ── n1 … n4  10.0.0.11 … .14
+/// b's client .60, router .1 ── access-b ── tagger 2004 ─┘
+/// ```
+#[derive(Debug)]
+pub struct Trunk {
+    /// The lab.
+    pub lab: Lab,
+    /// The host that runs lbd: `trunk0` (192.168.77.2 without a tag) and `hub0`.
+    pub lb: Namespace,
+    /// By tenant: 192.0.2.60 and 2001:db8:a::60.
+    pub clients: Vec<Namespace>,
+    /// By tenant: 192.0.2.1 and 2001:db8:a::1.
+    pub routers: Vec<Namespace>,
+    /// By tenant: 203.0.113.9 and 2001:db8:c::9, behind the router.
+    pub far: Vec<Namespace>,
+    /// 192.168.77.60, on the trunk without a tag.
+    pub untagged: Namespace,
+    /// 10.0.0.11 … .14 and 2001:db8:f::11 … ::14.
+    pub nodes: Vec<Namespace>,
+    /// The switch that the host's interface is in.
+    pub trunk: Namespace,
+    /// The hub's switch.
+    pub hub: Namespace,
+    _taggers: Vec<super::Process>,
+}
+
+impl Trunk {
+    /// VLAN ids of tenants a and b.
+    pub const VLANS: [u16; 2] = [2003, 2004];
+    /// MAC address of the host's interface in the trunk.
+    pub const MAC: &str = "02:00:00:00:01:02";
+
+    /// Lays the networks. Only the taggers run in them yet.
+    pub fn new(name: &str) -> Result<Self> {
+        let lab = Lab::new(name)?;
+        let (trunk, hub) = (lab.switch("trunk")?, lab.switch("hub")?);
+        let lb = lab.namespace("lb")?;
+        lab.plug(&trunk, &lb, "trunk0", &Nic::new("192.168.77.2/24").mac(Self::MAC))?;
+        lab.plug(&hub, &lb, "hub0", &Nic::new("10.0.0.2/24").address("2001:db8:f::2/64").mac("02:00:00:00:0a:02"))?;
+        let untagged = lab.namespace("untagged")?;
+        lab.plug(&trunk, &untagged, "eth0", &Nic::new("192.168.77.60/24"))?;
+        let (mut clients, mut routers, mut far, mut taggers) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        for (tenant, vlan) in ["a", "b"].into_iter().zip(Self::VLANS) {
+            let access = lab.switch(&format!("access-{tenant}"))?;
+            let client = lab.namespace(&format!("client-{tenant}"))?;
+            let nic =
+                Nic::new("192.0.2.60/24").address("2001:db8:a::60/64").gateway("192.0.2.1").gateway("2001:db8:a::1");
+            lab.plug(&access, &client, "eth0", &nic)?;
+            let router = lab.namespace(&format!("router-{tenant}"))?;
+            lab.plug(&access, &router, "eth0", &Nic::new("192.0.2.1/24").address("2001:db8:a::1/64"))?;
+            let behind = lab.namespace(&format!("far-{tenant}"))?;
+            let nic =
+                Nic::new("203.0.113.9/24").address("2001:db8:c::9/64").gateway("203.0.113.1").gateway("2001:db8:c::1");
+            let gateway = Nic::new("203.0.113.1/24").address("2001:db8:c::1/64");
+            lab.cable((&behind, "eth0", &nic), (&router, "eth1", &gateway))?;
+            router.sysctl("net/ipv4/ip_forward", "1")?;
+            router.sysctl("net/ipv6/conf/all/forwarding", "1")?;
+            taggers.push(lab.tagger(&trunk, &access, vlan)?);
+            clients.push(client);
+            routers.push(router);
+            far.push(behind);
+        }
+        let mut nodes = Vec::new();
+        for number in 1..=4 {
+            let node = lab.namespace(&format!("n{number}"))?;
+            let nic = Nic::new(&format!("10.0.0.1{number}/24")).address(&format!("2001:db8:f::1{number}/64"));
+            lab.plug(&hub, &node, "eth0", &nic)?;
+            nodes.push(node);
+        }
+        Ok(Self { lab, lb, clients, routers, far, untagged, nodes, trunk, hub, _taggers: taggers })
+    }
+
+    /// Starts a server on every node for the services of `configuration`.
+    pub fn serve(&self) -> Result<Vec<Peer>> {
+        let mut peers = Vec::new();
+        for (place, node) in self.nodes.iter().enumerate() {
+            let listeners: Vec<_> = [false, true]
+                .map(|v6| Bench::node_address(place, v6))
+                .iter()
+                .flat_map(|address| {
+                    [Listener::plain(address, Bench::NODE_PORT), Listener::udp(address, Bench::UDP_PORTS.1)]
+                })
+                .collect();
+            peers.push(Peer::serve(&self.lab, node, node.name(), &listeners)?);
+        }
+        Ok(peers)
+    }
+
+    /// A configuration in which both tenants have the VIPs 192.0.2.34 and 2001:db8:a::34, with 6443 and 5353/udp: tenant a on n1 and n2,
+    /// tenant b on n3 and n4.
+    pub fn configuration(extra: &str) -> String {
+        let tenant = |name: &str, vlan: u16, nodes: [u8; 2]| {
+            let [first, second] = nodes;
+            format!(
+                "  - name: {name}
+    segment: {{ interface: trunk0, vlan: {vlan}, address: [192.0.2.2/24, '2001:db8:a::2/64'], gateway: [192.0.2.1, '2001:db8:a::1'] }}
+    pools: [192.0.2.32/28, '2001:db8:a::30/124']
+    frontends:
+      - name: four
+        vip: 192.0.2.34
+        ports: [{{ port: 6443, target: 30918 }}, {{ port: 5353, target: 31053, protocol: UDP }}]
+        backends: [10.0.0.{first}, 10.0.0.{second}]
+      - name: six
+        vip: '2001:db8:a::34'
+        ports: [{{ port: 6443, target: 30918 }}, {{ port: 5353, target: 31053, protocol: UDP }}]
+        backends: ['2001:db8:f::{first}', '2001:db8:f::{second}']
+"
+            )
+        };
+        format!(
+            "\
+version: 1
+hubs:
+  - name: hub
+    interface: hub0
+    snat: [10.0.0.2, '2001:db8:f::2']
+    node_cidrs: [10.0.0.0/24, '2001:db8:f::/64']
+tenants:
+{}{}{extra}
+",
+            tenant("a", Self::VLANS[0], [11, 12]),
+            tenant("b", Self::VLANS[1], [13, 14]),
+        )
+    }
+
+    /// An agent with this configuration, started, with all VIPs answering.
+    pub fn agent(&self, configuration: &str) -> Result<Agent> {
+        let agent = Agent::new(&self.lab, &self.lb, configuration)?;
+        agent.start(&self.lab)?;
+        for client in &self.clients {
+            for vip in [Bench::VIP, Bench::VIP6] {
+                wait_served(client, &super::socket(vip, 6443), false, Duration::from_secs(10))?;
+            }
+        }
+        Ok(agent)
+    }
+}
+
+/// Gives an interface that is up an IPv6 address.
+fn enable_v6(station: &Namespace, interface: &str, address: &str, gateway: Option<&str>) -> Result<()> {
+    for name in ["lo", interface] {
+        station.sysctl(&format!("net/ipv6/conf/{name}/disable_ipv6"), "0")?;
+    }
+    station.ip(&format!("address add {address} dev {interface}"))?;
+    match gateway {
+        Some(gateway) => station.ip(&format!("route add default via {gateway} dev {interface}")),
+        None => Ok(()),
     }
 }
 
