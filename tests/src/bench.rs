@@ -5,20 +5,20 @@
 //! on any machine, however fast or busy it is.
 
 use std::fmt;
-use std::net::Ipv4Addr;
-use std::path::Path;
+use std::net::{Ipv4Addr, Ipv6Addr};
 
 use anyhow::{Context as _, Result, bail, ensure};
-use aya::maps::{Array, ProgramArray};
-use aya::programs::{TestRun as _, TestRunOptions, Xdp};
-use aya::{Ebpf, EbpfLoader};
+use aya::maps::Array;
 use lbd_common::abi::{self, names};
-use lbd_common::half_open;
-use lbd_common::packet::{ETHERNET, IPV4_TCP, Ipv4Tcp};
-use lbd_common::tcp;
+use lbd_common::packet::{TCP, UDP};
+use lbd_common::reason::Reason;
+use lbd_common::tcp::{ACK, SYN};
 use serde::Serialize;
 
-use crate::datapath::{Datapath, REDIRECT, bench};
+use crate::datapath::bench::{self, Ip};
+use crate::datapath::{DROP, Datapath, HUB_NIC, Outcome, REDIRECT, TENANT_NIC};
+use crate::driver::{Driver, Run, on_cpu, padded, two_cpus};
+use crate::packets::{Datagram, Segment, client, query, tagged};
 
 /// `datapath.max_flows` for the cases of live flows: the table is nearly full with a million.
 const MANY_FLOWS: u32 = 1_048_576;
@@ -32,6 +32,8 @@ const RUNS: usize = 9;
 const ROUNDS: usize = 9;
 /// Connections opened or promoted in one run: few enough for the half-open table, which is emptied between the runs.
 const OPENINGS: u32 = 20_000;
+/// Packets that `opener` makes beyond its flows, so that one CPU can wait for the other.
+const PATIENCE: u32 = 3_000_000;
 /// Sequence number that the bench's backends begin with.
 const BACKEND_SEQUENCE: u32 = 7_000_000;
 
@@ -57,16 +59,31 @@ pub struct Case {
     pub ns: f64,
     /// The same in units.
     pub units: f64,
+    /// The case that this one is compared with, and the ratio to it.
+    pub compared: Option<(String, f64)>,
+}
+
+impl Report {
+    fn add(&mut self, name: &str, flows: u32, ns: f64, compared: Option<&str>) {
+        let compared = compared.and_then(|other| {
+            let base = self.cases.iter().find(|case| case.name == other)?;
+            Some((other.to_owned(), ns / base.ns))
+        });
+        self.cases.push(Case { name: name.to_owned(), flows, ns, units: ns / self.unit_ns, compared });
+    }
 }
 
 impl fmt::Display for Report {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(formatter, "unit {:.1} ns, bare look-up at 1m {:.1} ns", self.unit_ns, self.bare_lookup_1m_ns)?;
         for case in &self.cases {
-            let Case { name, flows, ns, units } = case;
-            write!(formatter, "{name:<20} {flows:>8} flows {ns:>8.1} ns {units:>6.2} units")?;
+            let Case { name, flows, ns, units, compared } = case;
+            write!(formatter, "{name:<22} {flows:>8} flows {ns:>8.1} ns {units:>6.2} units")?;
             if *flows >= 1_000_000 {
                 write!(formatter, " {:>5.2} bare look-ups", ns / self.bare_lookup_1m_ns)?;
+            }
+            if let Some((other, ratio)) = compared {
+                write!(formatter, " {ratio:>5.2} × {other}")?;
             }
             writeln!(formatter)?;
         }
@@ -74,47 +91,94 @@ impl fmt::Display for Report {
     }
 }
 
+/// A kind of established flows.
+#[derive(Clone, Copy)]
+struct Kind {
+    /// In names of cases.
+    name: &'static str,
+    protocol: u8,
+    port: u16,
+    target_port: u16,
+    preserve_client: bool,
+    /// Number of the VLAN tenant whose clients they are, else tenant a's.
+    vlan: Option<usize>,
+}
+
+const TCP4: Kind = Kind {
+    name: "tcp4",
+    protocol: TCP,
+    port: bench::PORT,
+    target_port: bench::NODE_PORT,
+    preserve_client: false,
+    vlan: None,
+};
+const TCP6: Kind = Kind { name: "tcp6", ..TCP4 };
+const UDP4: Kind = Kind { name: "udp4", protocol: UDP, port: bench::UDP_PORT, ..TCP4 };
+const PRESERVE4: Kind = Kind { name: "tcp4_preserve", port: bench::PRESERVE_PORT, preserve_client: true, ..TCP4 };
+/// Another target port: on the hub its reverse tuples are apart from tenant a's.
+const VLAN4: Kind = Kind { name: "tcp4_vlan", target_port: bench::NODE_PORT + 1, vlan: Some(0), ..TCP4 };
+
 /// Runs all cases.
 pub fn datapath() -> Result<Report> {
-    pin_to_one_cpu()?;
-    let mut bed = Bed::new(MANY_FLOWS)?;
+    on_cpu(nix::sched::sched_getcpu()?)?;
     let mut report = Report { unit_ns: 0.0, bare_lookup_1m_ns: 0.0, cases: Vec::new() };
-    let mut unit = f64::MAX;
-    let sizes = [("1", 1), ("10k", 10_000), ("1m", 1_000_000)];
-    for (label, flows) in sizes {
-        bed.establish(flows)?;
+    let mut bed = Bed::new(MANY_FLOWS)?;
+    report.unit_ns = bed.driver::<Ipv4Addr>(&TCP4, 1, false)?.best(&bed, Target::Nothing)?;
+    for (label, flows) in [("1", 1), ("10k", 10_000), ("1m", 1_000_000)] {
+        bed.establish::<Ipv4Addr>(&TCP4, flows)?;
         for reverse in [false, true] {
-            let direction = if reverse { "reverse" } else { "forward" };
-            let mut driver = Driver::new(&bed, flows, reverse)?;
-            let base = driver.best(&bed, Target::Nothing)?;
-            unit = unit.min(base);
-            let ns = driver.best(&bed, Target::Edge)? - base;
-            driver.check_translation(&mut bed)?;
-            report.cases.push(Case { name: format!("tcp4_{direction}_{label}"), flows, ns, units: ns / base });
+            let name = format!("tcp4_{}_{label}", direction(reverse));
+            let mut driver = bed.driver::<Ipv4Addr>(&TCP4, flows, reverse)?;
+            let ns = driver.net(&mut bed)?;
+            report.add(&name, flows, ns, None);
             if flows == 1_000_000 && !reverse {
+                let base = driver.best(&bed, Target::Nothing)?;
                 report.bare_lookup_1m_ns = driver.best(&bed, Target::BareLookup)? - base;
             }
         }
+        // Between the sizes of IPv4, so that neither family has the quieter minute.
+        bed.establish::<Ipv6Addr>(&TCP6, flows)?;
+        for reverse in [false, true] {
+            let name = format!("tcp6_{}_{label}", direction(reverse));
+            let ns = bed.driver::<Ipv6Addr>(&TCP6, flows, reverse)?.net(&mut bed)?;
+            report.add(&name, flows, ns, Some(&format!("tcp4_{}_{label}", direction(reverse))));
+        }
+        if flows == 10_000 {
+            for (kind, name) in [(UDP4, "udp4_forward_10k"), (PRESERVE4, "tcp4_preserve_10k"), (VLAN4, "tcp4_vlan_10k")]
+            {
+                bed.establish::<Ipv4Addr>(&kind, flows)?;
+                let ns = bed.driver::<Ipv4Addr>(&kind, flows, false)?.net(&mut bed)?;
+                report.add(name, flows, ns, Some("tcp4_forward_10k"));
+            }
+        }
     }
-    report.unit_ns = unit;
     drop(bed);
-    let (open, promote) = Bed::new(DEFAULT_FLOWS)?.openings()?;
-    report.cases.push(Case { name: "tcp4_new_flow".into(), flows: OPENINGS, ns: open, units: open / unit });
-    report.cases.push(Case { name: "tcp4_promote".into(), flows: OPENINGS, ns: promote, units: promote / unit });
+    let mut bed = Bed::new(DEFAULT_FLOWS)?;
+    let (open, promote) = bed.openings()?;
+    report.add("tcp4_new_flow", OPENINGS, open, None);
+    report.add("tcp4_promote", OPENINGS, promote, None);
+    let (one, two) = bed.openings_on_cpus()?;
+    report.add("tcp4_new_flow_1cpu", OPENINGS, one, None);
+    if let Some(two) = two {
+        report.add("tcp4_new_flow_2cpu", OPENINGS, two, Some("tcp4_new_flow_1cpu"));
+    }
+    for (name, ns) in bed.refusals()? {
+        report.add(name, PACKETS_OF_REFUSALS, ns, None);
+    }
     Ok(report)
 }
 
-/// The kernel runs the programs on the CPU of the thread that asks.
-fn pin_to_one_cpu() -> Result<()> {
-    let mut cpus = nix::sched::CpuSet::new();
-    cpus.set(nix::sched::sched_getcpu()?)?;
-    nix::sched::sched_setaffinity(nix::unistd::Pid::from_raw(0), &cpus)?;
-    Ok(())
+/// SYNs of one run of refusals.
+const PACKETS_OF_REFUSALS: u32 = 200_000;
+
+const fn direction(reverse: bool) -> &'static str {
+    if reverse { "reverse" } else { "forward" }
 }
 
 #[derive(Clone, Copy)]
 enum Target {
     Nothing,
+    Pop,
     BareLookup,
     Edge,
 }
@@ -122,18 +186,25 @@ enum Target {
 /// The loaded datapath with maps of production size.
 struct Bed {
     datapath: Datapath,
-    max_flows: u32,
 }
 
 /// Client of flow number `flow`, as the driver computes it.
-fn client(flow: u32) -> (Ipv4Addr, u16) {
+fn flow_client<I: Ip>(flow: u32) -> (I, u16) {
     let port = 1024 + (u64::from(flow) * 7919 % 60_000) as u16;
-    (Ipv4Addr::from(0x0a40_0000 + (flow & 0x3f_ffff)), port)
+    (I::client(flow & 0x3f_ffff), port)
 }
 
 /// Backend and SNAT port of flow number `flow`, as the driver computes them.
-fn backend(flow: u32) -> (Ipv4Addr, u16) {
-    (Ipv4Addr::from(0x0a00_0100 + flow / 31_744), 1024 + (flow % 31_744) as u16)
+fn flow_backend<I: Ip>(flow: u32) -> (I, u16) {
+    (I::backend(flow / 31_744), 1024 + (flow % 31_744) as u16)
+}
+
+/// Where a flow's packets come from and go to: as they arrive, and as they leave.
+fn tuples<I: Ip>(kind: &Kind, flow: u32) -> (abi::Tuple<I::Address>, abi::Tuple<I::Address>) {
+    let (client, backend) = (flow_client::<I>(flow), flow_backend::<I>(flow));
+    let from = abi::Tuple::new(client, (I::VIP, kind.port));
+    let source = if kind.preserve_client { client } else { (I::SNAT, backend.1) };
+    (from, abi::Tuple::new(source, (backend.0, kind.target_port)))
 }
 
 impl Bed {
@@ -146,46 +217,61 @@ impl Bed {
         for index in 0..500u32 {
             hops.set(1000 + index, hop, 0)?;
         }
-        Ok(Self { datapath, max_flows })
+        Ok(Self { datapath })
     }
 
-    /// Puts `flows` established flows into the map, spread over 20,000 frontends' counters.
-    fn establish(&mut self, flows: u32) -> Result<()> {
-        let have = self.datapath.live_halves()? as u32 / 2;
-        let mut map = self.datapath.hash::<abi::FlowKey4, abi::Flow4>(names::FLOWS4)?;
-        for flow in have..flows {
-            let (client, backend) = (client(flow), backend(flow));
-            let from = abi::Tuple4::new(client, (bench::VIP, bench::PORT));
-            let to = abi::Tuple4::new((bench::SNAT, backend.1), (backend.0, bench::NODE_PORT));
-            let key = abi::FlowKey4 { tuple: from, segment: bench::TENANT_SEGMENT, protocol: 6, pad: 0 };
-            let reverse_key = abi::FlowKey4::reply(&to, bench::HUB_SEGMENT, 6);
+    /// Puts `flows` established flows of a kind into the map, spread over 20,000 frontends' counters.
+    fn establish<I: Ip>(&mut self, kind: &Kind, flows: u32) -> Result<()> {
+        let (segment, gateway) = match kind.vlan {
+            Some(which) => (bench::VLAN_SEGMENTS[which], bench::vlan_gateway_hop(which)),
+            None => (bench::TENANT_SEGMENT, bench::GATEWAY_HOP),
+        };
+        let state = abi::FLOW_REPLIED | if kind.protocol == UDP { abi::FLOW_UDP } else { 0 };
+        let mut map = self.datapath.hash::<abi::FlowKey<I::Address>, abi::Flow<I::Address>>(I::FLOWS)?;
+        for flow in 0..flows {
+            let (from, to) = tuples::<I>(kind, flow);
+            let key = abi::FlowKey { tuple: from, segment, protocol: kind.protocol, pad: 0 };
+            let reverse_key = abi::FlowKey::reply(&to, bench::HUB_SEGMENT, kind.protocol);
             let frontend = (flow * 31 % 20_000) as u16;
-            let forward = abi::Flow4 {
+            let forward = abi::Flow {
                 tuple: key.tuple,
                 segment: key.segment,
                 next_hop: (1000 + flow * 7 % 500) as u16,
                 to,
                 sequence: 1,
-                own: abi::Flow4::forward_own(1, 1),
+                own: abi::Flow::<I::Address>::forward_own(1, 1),
                 frontend,
-                state: abi::FLOW_REPLIED,
-                ..abi::Flow4::ZERO
+                state,
+                ..abi::Flow::ZERO
             };
-            let reverse = abi::Flow4 {
+            let reverse = abi::Flow {
                 tuple: reverse_key.tuple,
                 segment: reverse_key.segment,
-                next_hop: 1,
-                to: abi::FlowKey4::reply(&from, 0, 6).tuple,
-                sequence: 1,
+                next_hop: gateway,
+                to: from.turned(),
                 own: bench::GATEWAY_MAC,
-                frontend,
-                state: abi::FLOW_REPLIED | abi::FLOW_REVERSE,
-                ..abi::Flow4::ZERO
+                state: state | abi::FLOW_REVERSE,
+                ..forward
             };
             map.insert(key, forward, 0)?;
             map.insert(reverse_key, reverse, 0)?;
         }
         Ok(())
+    }
+
+    /// A driver for established flows of a kind.
+    fn driver<I: Ip>(&self, kind: &Kind, flows: u32, reverse: bool) -> Result<FlowDriver> {
+        let program = match (I::IS_V6, kind.vlan) {
+            (false, None) => "driver",
+            (true, None) => "driver6",
+            (false, Some(_)) => "driver_tagged",
+            (true, Some(_)) => bail!("no driver for tagged IPv6"),
+        };
+        let right = packet::<I>(kind, reverse, 0);
+        let mut driver = Driver::load(&self.datapath, program, &[("FLOWS", flows), ("REVERSE", u32::from(reverse))])?;
+        driver.set_template(0, &right)?;
+        let expected = translated::<I>(kind, reverse, 0);
+        Ok(FlowDriver { driver, flows, reverse, name: kind.name, tagged: kind.vlan.is_some(), right, expected })
     }
 
     fn forget_flows(&mut self) -> Result<()> {
@@ -194,7 +280,19 @@ impl Bed {
         for key in keys {
             map.remove(&key)?;
         }
+        let mut used: Array<_, abi::TenantUse> = self.datapath.array(names::TENANT_USE)?;
+        for tenant in 0..4 {
+            used.set(tenant, abi::TenantUse::ZERO, 0)?;
+        }
         Ok(())
+    }
+
+    /// A driver for packets from clients without a flow.
+    fn client_driver(&self, flags: u8, sequence: u32, acknowledgement: u32) -> Result<FlowDriver> {
+        let mut driver = self.driver::<Ipv4Addr>(&TCP4, OPENINGS, false)?;
+        let segment = client((Ipv4Addr::client(0), 0), flags, sequence, acknowledgement);
+        driver.driver.set_template(0, &padded(segment.frame()))?;
+        Ok(driver)
     }
 
     /// Opens and proves connections; nanoseconds for each, net.
@@ -202,24 +300,120 @@ impl Bed {
         let mut best = (f64::MAX, f64::MAX);
         for _ in 0..ROUNDS {
             self.forget_half_open()?;
-            let mut opener = Driver::new(self, OPENINGS, false)?;
-            opener.set_template(&client_packet(tcp::SYN, 0, 0))?;
+            let mut opener = self.client_driver(SYN, 0, 0)?;
             let base = opener.best(self, Target::Nothing)?;
-            opener.start()?;
-            let open = opener.run(self, Target::Edge, OPENINGS)? - base;
-            ensure!(opener.last.0 == REDIRECT, "the last SYN was not forwarded: action {}", opener.last.0);
+            opener.driver.start()?;
+            let run = opener.run(self, Target::Edge, OPENINGS)?;
+            ensure!(run.last.action == REDIRECT, "the last SYN was not forwarded: action {}", run.last.action);
+            let open = run.nanoseconds - base;
             let opened = self.answer_all()?;
             ensure!(opened > OPENINGS * 98 / 100, "only {opened} of {OPENINGS} connections are half-open");
-            let mut prover = Driver::new(self, OPENINGS, false)?;
-            prover.set_template(&client_packet(tcp::ACK, 1, BACKEND_SEQUENCE + 1))?;
-            let prove = prover.run(self, Target::Edge, OPENINGS)? - base;
-            ensure!(prover.last.0 == REDIRECT, "the last ACK was not forwarded: action {}", prover.last.0);
+            let mut prover = self.client_driver(ACK, 1, BACKEND_SEQUENCE + 1)?;
+            let run = prover.run(self, Target::Edge, OPENINGS)?;
+            ensure!(run.last.action == REDIRECT, "the last ACK was not forwarded: action {}", run.last.action);
+            let prove = run.nanoseconds - base;
             let live = self.datapath.live_halves()? as u32;
             ensure!(live == 2 * opened, "{live} halves of {opened} promoted connections");
             self.forget_flows()?;
             best = (best.0.min(open), best.1.min(prove));
         }
         Ok(best)
+    }
+
+    /// Nanoseconds, net, that a CPU takes to open a connection: alone, and while another CPU does the same.
+    fn openings_on_cpus(&mut self) -> Result<(f64, Option<f64>)> {
+        let base = self.client_driver(SYN, 0, 0)?.best(self, Target::Nothing)?;
+        let (mut one, mut two) = (f64::MAX, f64::MAX);
+        for _ in 0..ROUNDS {
+            one = one.min(self.open_together(1)?.context("one CPU waits for nobody")? - base);
+            if two_cpus()
+                && let Some(ns) = self.open_together(2)?
+            {
+                two = two.min(ns - base);
+            }
+        }
+        // Back to the CPU that the other cases run on.
+        on_cpu(nix::sched::sched_getcpu()?)?;
+        ensure!(!two_cpus() || two < f64::MAX, "two CPUs never began together");
+        Ok((one, two_cpus().then_some(two)))
+    }
+
+    /// Opens connections on `cpus` CPUs at once; nanoseconds for each on the slowest, or `None` if they did not meet.
+    fn open_together(&mut self, cpus: u32) -> Result<Option<f64>> {
+        self.forget_half_open()?;
+        let mut openers = Vec::new();
+        for cpu in 0..cpus {
+            let clients = ("CLIENTS", 0x0a40_0000 + cpu * 0x10_0000);
+            let mut opener = Driver::load(&self.datapath, "opener", &[("FLOWS", OPENINGS), ("CPUS", cpus), clients])?;
+            opener.set_template(0, &padded(client((Ipv4Addr::client(0), 0), SYN, 0, 0).frame()))?;
+            opener.aim(0, &self.datapath.edge(TENANT_NIC)?)?;
+            opener.set("gate", 0, 0)?;
+            openers.push(opener);
+        }
+        let patience = if cpus == 1 { 1 } else { PATIENCE };
+        let times = std::thread::scope(|scope| -> Result<Vec<Option<u64>>> {
+            let run = |opener: &Driver| -> Result<Option<u64>> {
+                opener.run(OPENINGS + patience)?;
+                let (begun, done) = (opener.get("times", 1)?, opener.get("times", 2)?);
+                Ok((done != 0).then(|| done - begun))
+            };
+            let others: Vec<_> = openers
+                .iter()
+                .enumerate()
+                .skip(1)
+                .map(|(cpu, opener)| scope.spawn(move || on_cpu(cpu).and_then(|()| run(opener))))
+                .collect();
+            let mut times = vec![on_cpu(0).and_then(|()| run(&openers[0]))?];
+            for other in others {
+                times.push(other.join().expect("no panic")?);
+            }
+            Ok(times)
+        })?;
+        let Some(times) = times.into_iter().collect::<Option<Vec<u64>>>() else { return Ok(None) };
+        let opened = self.answer_all()?;
+        ensure!(
+            opened > cpus * OPENINGS * 95 / 100,
+            "only {opened} of {cpus} times {OPENINGS} connections are half-open"
+        );
+        let slowest = times.into_iter().max().unwrap_or(0);
+        Ok(Some(slowest as f64 / f64::from(OPENINGS)))
+    }
+
+    /// Nanoseconds, net, of SYNs that a limit of their tenant refuses.
+    fn refusals(&mut self) -> Result<Vec<(&'static str, f64)>> {
+        let mut figures = Vec::new();
+        let limits = |half_open, flows, new_flows_per_second| abi::Tenant {
+            families: [abi::FamilyLimits { half_open, flows, ..abi::FamilyLimits::ZERO }; 2],
+            new_flows_per_second,
+            ..abi::Tenant::ZERO
+        };
+        for (name, limits, reason) in [
+            ("syn_refused", limits(1, 0, 0), Reason::TenantHalfOpen),
+            ("syn_refused_rate", limits(0, 0, 1), Reason::TenantRate),
+        ] {
+            self.forget_half_open()?;
+            self.forget_flows()?;
+            self.datapath.array(names::TENANTS)?.set(u32::from(bench::TENANT), limits, 0)?;
+            let mut opener = self.client_driver(SYN, 0, 0)?;
+            let base = opener.best(self, Target::Nothing)?;
+            // What the limit lets through.
+            opener.run(self, Target::Edge, 1000)?;
+            let counted = |datapath: &mut Datapath| -> Result<u64> {
+                Ok(datapath.reasons()?.get(&(bench::TENANT, reason)).copied().unwrap_or(0))
+            };
+            let before = counted(&mut self.datapath)?;
+            let mut best = f64::MAX;
+            for _ in 0..RUNS {
+                let run = opener.run(self, Target::Edge, PACKETS_OF_REFUSALS)?;
+                ensure!(run.last.action == DROP, "{name}: the last SYN was not dropped: action {}", run.last.action);
+                best = best.min(run.nanoseconds - base);
+            }
+            let refused = counted(&mut self.datapath)? - before;
+            let sent = RUNS as u64 * u64::from(PACKETS_OF_REFUSALS);
+            ensure!(refused > sent * 99 / 100, "{name}: {refused} of {sent} SYNs were refused");
+            figures.push((name, best));
+        }
+        Ok(figures)
     }
 
     fn forget_half_open(&mut self) -> Result<()> {
@@ -236,179 +430,127 @@ impl Bed {
 
     /// Lets every half-open connection have its SYN-ACK, as nothing runs meanwhile. Gives their number.
     fn answer_all(&mut self) -> Result<u32> {
-        let mut sets: Array<_, abi::HalfOpenSet4> = self.datapath.array(names::HALF_OPEN4)?;
-        let mut opened = 0;
-        for index in 0..abi::HALF_OPEN_SETS {
-            let mut set = sets.get(&index, 0)?;
-            for (tag, record) in set.tags.iter().zip(&mut set.records) {
-                if tag & half_open::STATE == half_open::LIVE {
-                    record.backend_sequence = BACKEND_SEQUENCE;
-                    record.state |= abi::HALF_OPEN_ANSWERED;
-                    opened += 1;
-                }
-            }
-            sets.set(index, set, 0)?;
-        }
-        Ok(opened)
+        self.datapath.change_half_open::<Ipv4Addr>(|record| {
+            record.backend_sequence = BACKEND_SEQUENCE;
+            record.state |= abi::HALF_OPEN_ANSWERED;
+        })
     }
 }
 
-/// A client's packet of 64 bytes, checksums right but for what the driver changes.
-fn client_packet(flags: u8, sequence: u32, acknowledgement: u32) -> [u8; 64] {
-    frame(bench::TENANT_MAC, (Ipv4Addr::UNSPECIFIED, 0), (bench::VIP, bench::PORT), flags, sequence, acknowledgement)
+/// Packet of flow number `flow`, with right checksums.
+fn packet<I: Ip>(kind: &Kind, reverse: bool, flow: u32) -> Vec<u8> {
+    let (client_side, backend_side) = (flow_client::<I>(flow), flow_backend::<I>(flow));
+    let (source, destination) = if reverse {
+        ((backend_side.0, kind.target_port), (I::SNAT, backend_side.1))
+    } else {
+        (client_side, (I::VIP, kind.port))
+    };
+    let (source_mac, destination_mac) =
+        if reverse { (bench::node_mac(0), bench::HUB_MAC) } else { (bench::GATEWAY_MAC, bench::TENANT_MAC) };
+    let frame = if kind.protocol == UDP {
+        Datagram { source_mac, destination_mac, source, destination, ..query(client_side, b"0123456789") }.frame()
+    } else {
+        // IPv4: ten bytes of payload make a packet of 64 bytes.
+        let payload = if I::IS_V6 { Vec::new() } else { b"0123456789".to_vec() };
+        let ack = client(client_side, ACK, 1, 1);
+        Segment { source_mac, destination_mac, source, destination, payload, ..ack }.frame()
+    };
+    match kind.vlan {
+        Some(which) => tagged(&padded(frame), bench::VLANS[which]),
+        None => padded(frame),
+    }
 }
 
-fn frame(
-    mac: [u8; 6],
-    source: (Ipv4Addr, u16),
-    destination: (Ipv4Addr, u16),
-    flags: u8,
-    sequence: u32,
-    acknowledgement: u32,
-) -> [u8; 64] {
-    let mut bytes = [0u8; 64];
-    bytes[..6].copy_from_slice(&mac);
-    bytes[6..12].copy_from_slice(&bench::GATEWAY_MAC);
-    bytes[12] = 8;
-    let mut headers = Ipv4Tcp::from_bytes([0; IPV4_TCP]);
-    headers.ip.version_length = 0x45;
-    headers.ip.total_length_be = 50u16.to_be();
-    headers.ip.ttl = 64;
-    headers.ip.protocol = 6;
-    headers.ip.source_be = u32::from(source.0).to_be();
-    headers.ip.destination_be = u32::from(destination.0).to_be();
-    headers.tcp.source_port_be = source.1.to_be();
-    headers.tcp.destination_port_be = destination.1.to_be();
-    headers.tcp.sequence_be = sequence.to_be();
-    headers.tcp.acknowledgement_be = acknowledgement.to_be();
-    headers.tcp.offset = 5 << 4;
-    headers.tcp.flags = flags;
-    bytes[ETHERNET..ETHERNET + IPV4_TCP].copy_from_slice(&headers.to_bytes());
-    bytes
+/// Addresses and ports that the packet must leave with, and its MACs.
+type Expected = (String, String, [u8; 6], [u8; 6]);
+
+fn translated<I: Ip>(kind: &Kind, reverse: bool, flow: u32) -> Expected {
+    let (from, to) = tuples::<I>(kind, flow);
+    let (tuple, source_mac, destination_mac) = if reverse {
+        (from.turned(), bench::TENANT_MAC, bench::GATEWAY_MAC)
+    } else {
+        (to, bench::HUB_MAC, bench::node_mac(0))
+    };
+    (tuple.source().to_string(), tuple.destination().to_string(), source_mac, destination_mac)
 }
 
-/// A loaded driver.
-struct Driver {
-    ebpf: Ebpf,
-    target: ProgramArray<aya::maps::MapData>,
+/// What a frame says of itself; its checksums must be right.
+fn described(frame: &[u8]) -> Result<Expected> {
+    fn say<I: Ip>(source: (I, u16), destination: (I, u16), source_mac: [u8; 6], destination_mac: [u8; 6]) -> Expected {
+        let text = |(address, port): (I, u16)| std::net::SocketAddr::new(address.into(), port).to_string();
+        (text(source), text(destination), source_mac, destination_mac)
+    }
+    if let Ok(Datagram { source, destination, source_mac, destination_mac, .. }) = Datagram::<Ipv4Addr>::parse(frame) {
+        return Ok(say(source, destination, source_mac, destination_mac));
+    }
+    if let Ok(Segment { source, destination, source_mac, destination_mac, .. }) = Segment::<Ipv6Addr>::parse(frame) {
+        return Ok(say(source, destination, source_mac, destination_mac));
+    }
+    let Segment { source, destination, source_mac, destination_mac, .. } = Segment::<Ipv4Addr>::parse(frame)?;
+    Ok(say(source, destination, source_mac, destination_mac))
+}
+
+/// A driver that goes through flows.
+struct FlowDriver {
+    driver: Driver,
     flows: u32,
     reverse: bool,
-    template: [u8; 64],
-    /// Action and frame of the last repetition.
-    last: (u32, Vec<u8>),
+    name: &'static str,
+    tagged: bool,
+    /// A packet of the first flow with right checksums, and what it must become.
+    right: Vec<u8>,
+    expected: Expected,
 }
 
-impl Driver {
-    fn new(bed: &Bed, flows: u32, reverse: bool) -> Result<Self> {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/bpf/lbd-driver");
-        let object = std::fs::read(&path)
-            .with_context(|| format!("read {}: run `cargo xtask bench`, which builds it", path.display()))?;
-        let mut ebpf = EbpfLoader::new()
-            .override_global("FLOWS", &flows, true)
-            .override_global("REVERSE", &u32::from(reverse), true)
-            .map_max_entries(names::FLOWS4, abi::flow_entries(bed.max_flows))
-            .map_pin_path(names::FLOWS4, bed.datapath.pinned(names::FLOWS4))
-            .load(&object)
-            .context("load the driver")?;
-        for name in ["driver", "nothing", "bare_lookup"] {
-            let program: &mut Xdp = ebpf.program_mut(name).with_context(|| format!("program {name}"))?.try_into()?;
-            program.load()?;
+impl FlowDriver {
+    /// Nanoseconds that the datapath takes for a packet. The packets are looked at.
+    fn net(&mut self, bed: &mut Bed) -> Result<f64> {
+        let mut base = self.best(bed, Target::Nothing)?;
+        if self.tagged {
+            // The driver puts back the tag that was taken off: half of what taking it off costs in between is the driver's.
+            let both = self.best(bed, Target::Pop)?;
+            base += (both - base) / 2.0;
         }
-        let target = ProgramArray::try_from(ebpf.take_map("target").context("map target")?)?;
-        let template = if reverse {
-            let (mac, snat) = (bench::HUB_MAC, (bench::SNAT, 0));
-            frame(mac, (Ipv4Addr::UNSPECIFIED, bench::NODE_PORT), snat, tcp::ACK, 1, 1)
-        } else {
-            client_packet(tcp::ACK, 1, 1)
-        };
-        let mut driver = Self { ebpf, target, flows, reverse, template, last: (0, Vec::new()) };
-        driver.set_template(&template)?;
-        Ok(driver)
-    }
-
-    fn set_template(&mut self, packet: &[u8; 64]) -> Result<()> {
-        self.template = *packet;
-        let mut map: Array<_, [u8; 64]> = Array::try_from(self.ebpf.map_mut("template").context("map template")?)?;
-        map.set(0, *packet, 0)?;
-        Ok(())
+        let ns = self.best(bed, Target::Edge)? - base;
+        self.check(bed)?;
+        Ok(ns)
     }
 
     /// Nanoseconds a packet in the least disturbed run.
     fn best(&mut self, bed: &Bed, target: Target) -> Result<f64> {
-        self.start()?;
+        self.driver.start()?;
         let packets = (self.flows * 20).clamp(*PACKETS.start(), *PACKETS.end());
         let mut best = f64::MAX;
         for _ in 0..RUNS {
-            best = best.min(self.run(bed, target, packets)?);
+            best = best.min(self.run(bed, target, packets)?.nanoseconds);
         }
         Ok(best)
     }
 
-    /// Begins again with the first flow.
-    fn start(&mut self) -> Result<()> {
-        let mut next: Array<_, u64> = Array::try_from(self.ebpf.map_mut("next_flow").context("map next_flow")?)?;
-        next.set(0, 0, 0)?;
-        Ok(())
+    fn nic(&self) -> usize {
+        if self.reverse { HUB_NIC } else { TENANT_NIC }
     }
 
-    /// Nanoseconds a packet in one run, from the flow on that the last run ended with: the kernel's figure, in whole
-    /// nanoseconds. The clock around the call would count an RCU grace period, in which the kernel installs the program.
-    fn run(&mut self, bed: &Bed, target: Target, repeat: u32) -> Result<f64> {
+    fn run(&mut self, bed: &Bed, target: Target, repeat: u32) -> Result<Run> {
         match target {
-            Target::Nothing => self.aim("nothing")?,
-            Target::BareLookup => self.aim("bare_lookup")?,
-            Target::Edge => self.target.set(0, &bed.datapath.edge(usize::from(self.reverse))?, 0)?,
+            Target::Nothing => self.driver.aim_at_own("nothing")?,
+            Target::Pop => self.driver.aim_at_own("pop")?,
+            Target::BareLookup => self.driver.aim_at_own("bare_lookup")?,
+            Target::Edge => self.driver.aim(0, &bed.datapath.edge(self.nic())?)?,
         }
-        let driver: &Xdp = self.ebpf.program("driver").context("program driver")?.try_into()?;
-        let mut out = vec![0; 256];
-        let result = driver.test_run(TestRunOptions {
-            data_in: Some(&self.template),
-            data_out: Some(&mut out),
-            repeat,
-            ..TestRunOptions::new()
-        })?;
-        out.truncate(result.data_size_out as usize);
-        self.last = (result.return_value, out);
-        if self.last.0 == 0 {
-            bail!("the driver aborted");
-        }
-        Ok(result.duration.as_nanos() as f64)
+        self.driver.run(repeat)
     }
 
-    fn aim(&mut self, name: &str) -> Result<()> {
-        let program: &Xdp = self.ebpf.program(name).with_context(|| format!("program {name}"))?.try_into()?;
-        self.target.set(0, program.fd()?, 0)?;
-        Ok(())
-    }
-
-    /// Whether the last packet came out as the flow says, byte for byte.
-    fn check_translation(&mut self, bed: &mut Bed) -> Result<()> {
-        // One more packet, the first flow's.
-        self.start()?;
-        self.run(bed, Target::Edge, 1)?;
-        let (client, backend) = (client(0), backend(0));
-        let from_client = abi::Tuple4::new(client, (bench::VIP, bench::PORT));
-        let to_backend = abi::Tuple4::new((bench::SNAT, backend.1), (backend.0, bench::NODE_PORT));
-        let (from, to) = if self.reverse {
-            (abi::FlowKey4::reply(&to_backend, 0, 6).tuple, abi::FlowKey4::reply(&from_client, 0, 6).tuple)
-        } else {
-            (from_client, to_backend)
-        };
-        let mut expected = self.template;
-        let header: [u8; IPV4_TCP] = expected[ETHERNET..ETHERNET + IPV4_TCP].try_into()?;
-        let mut headers = Ipv4Tcp::from_bytes(header);
-        headers.ip.source_be = from.source_be;
-        headers.ip.destination_be = from.destination_be;
-        headers.tcp.source_port_be = from.source_port_be;
-        headers.tcp.destination_port_be = from.destination_port_be;
-        headers.rewrite(&from, &to);
-        expected[ETHERNET..ETHERNET + IPV4_TCP].copy_from_slice(&headers.to_bytes());
-        let (destination, source) =
-            if self.reverse { (bench::GATEWAY_MAC, bench::TENANT_MAC) } else { (bench::node_mac(0), bench::HUB_MAC) };
-        expected[..6].copy_from_slice(&destination);
-        expected[6..12].copy_from_slice(&source);
-        ensure!(self.last.0 == REDIRECT, "not forwarded: action {} ({} flows)", self.last.0, self.flows);
-        ensure!(self.last.1 == expected, "translated wrongly:\n{:02x?}\n{expected:02x?}", self.last.1);
+    /// Whether the driver's packets come out as their flow says, byte for byte: its first is the template.
+    fn check(&mut self, bed: &mut Bed) -> Result<()> {
+        let what = format!("{} {} of {} flows", self.name, direction(self.reverse), self.flows);
+        self.driver.start()?;
+        let last = self.run(bed, Target::Edge, 1)?.last;
+        let Outcome { action, frame } = bed.datapath.run(self.nic(), &self.right)?;
+        ensure!(action == REDIRECT, "{what}: not forwarded, action {action}");
+        let described = described(&frame).context(what.clone())?;
+        ensure!(described == self.expected, "{what}: {described:?}, expected {:?}", self.expected);
+        ensure!(last == Outcome { action, frame }, "{what}: the driver's packet came out as {last:02x?}");
         Ok(())
     }
 }

@@ -31,6 +31,7 @@ pub const TICKS_PER_SECOND: u32 = 62;
 pub struct Datapath {
     nics: Vec<Ebpf>,
     pins: BpfFileSystem,
+    max_flows: u32,
 }
 
 /// What came out of a run.
@@ -89,7 +90,7 @@ impl Datapath {
             std::mem::forget(stages);
             nics.push(ebpf);
         }
-        Ok(Self { nics, pins })
+        Ok(Self { nics, pins, max_flows })
     }
 
     /// Runs a frame through the program at a NIC.
@@ -102,6 +103,11 @@ impl Datapath {
     pub fn edge(&self, nic: usize) -> Result<aya::programs::ProgramFd> {
         let edge: &Xdp = self.nics[nic].program(names::PROGRAM).context("lbd_edge")?.try_into()?;
         Ok(edge.fd()?.try_clone()?)
+    }
+
+    /// For how many flows of each family there is room.
+    pub const fn max_flows(&self) -> u32 {
+        self.max_flows
     }
 
     /// Where a shared map is pinned.
@@ -356,8 +362,10 @@ pub mod bench {
         /// Id of the TCP frontend; the UDP one and the one with `preserve_client` follow.
         const FRONTEND: u16;
 
-        /// Off-link client number `number`.
+        /// Off-link client number `number`, as the drivers count them.
         fn client(number: u32) -> Self;
+        /// Backend number `number` of the flows that the drivers go through.
+        fn backend(number: u32) -> Self;
 
         /// As an IPv6 address.
         fn mapped(self) -> [u8; 16] {
@@ -380,6 +388,10 @@ pub mod bench {
         fn client(number: u32) -> Self {
             Self::from(0x0a40_0000 + number)
         }
+
+        fn backend(number: u32) -> Self {
+            Self::from(0x0a00_0100 + number)
+        }
     }
 
     impl Ip for Ipv6Addr {
@@ -400,6 +412,10 @@ pub mod bench {
 
         fn client(number: u32) -> Self {
             Self::from(0x2001_0db8_000c_0000_0000_0000_0000_0000 + u128::from(0x0a40_0000 + number))
+        }
+
+        fn backend(number: u32) -> Self {
+            Self::from(0x2001_0db8_000f_0000_0000_0000_0000_0000 + u128::from(0x0a00_0100 + number))
         }
     }
 
@@ -462,13 +478,18 @@ pub mod bench {
     pub const LAST_PORT: u16 = 32767;
 
     /// Next hop to tenant a's gateway.
-    const GATEWAY_HOP: u16 = 1;
+    pub const GATEWAY_HOP: u16 = 1;
     /// Next hop to tenant a's on-link clients.
     const ON_LINK_HOP: u16 = 2;
     /// Next hops of tenant b or c: gateway, on-link clients, worker.
     const VLAN_HOPS: [[u16; 3]; 2] = [[20, 21, 22], [23, 24, 25]];
     /// Backend ids of the workers.
     const WORKERS: [u16; 2] = [21, 22];
+
+    /// Next hop to the gateway of tenant b (0) or c (1).
+    pub const fn vlan_gateway_hop(which: usize) -> u16 {
+        VLAN_HOPS[which][0]
+    }
 
     /// MAC of node number `index`.
     pub const fn node_mac(index: usize) -> [u8; 6] {
@@ -653,9 +674,9 @@ pub mod bench {
         };
         table(Ipv4Addr::TABLE, Ipv4Addr::FIRST_BACKEND, nodes)?;
         table(Ipv6Addr::TABLE, Ipv6Addr::FIRST_BACKEND, nodes)?;
-        for which in 0..2 {
+        for (which, worker) in WORKERS.into_iter().enumerate() {
             table(vlan_frontend(which).1.table, Ipv4Addr::FIRST_BACKEND + 1 + which as u16, 1)?;
-            table(worker_frontend(which).1.table, WORKERS[which], 1)?;
+            table(worker_frontend(which).1.table, worker, 1)?;
         }
         Ok(())
     }

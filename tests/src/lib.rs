@@ -3,5 +3,6 @@
 pub mod apiserver;
 pub mod bench;
 pub mod datapath;
+pub mod driver;
 pub mod lab;
 pub mod packets;

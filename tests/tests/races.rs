@@ -5,10 +5,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
-use aya::programs::{TestRun as _, TestRunOptions, Xdp};
 use lbd_common::abi::{self, names};
 use lbd_common::tcp::{ACK, SYN};
 use lbd_tests::datapath::{Datapath, HUB_NIC, Outcome, REDIRECT, TENANT_NIC, bench};
+use lbd_tests::driver::{Driver, on_cpu, padded, two_cpus};
 use lbd_tests::packets::{Segment, client};
 
 fn key(source: (Ipv4Addr, u16)) -> abi::FlowKey4 {
@@ -18,16 +18,6 @@ fn key(source: (Ipv4Addr, u16)) -> abi::FlowKey4 {
         protocol: 6,
         pad: 0,
     }
-}
-
-fn on_cpu(cpu: usize) -> Result<()> {
-    let mut cpus = nix::sched::CpuSet::new();
-    cpus.set(cpu)?;
-    Ok(nix::sched::sched_setaffinity(nix::unistd::Pid::from_raw(0), &cpus)?)
-}
-
-fn two_cpus() -> bool {
-    std::thread::available_parallelism().is_ok_and(|cpus| cpus.get() >= 2)
 }
 
 #[test]
@@ -45,14 +35,13 @@ fn two_cpus_that_claim_one_tuple_at_once_never_both_get_it() -> Result<()> {
     datapath.hash(names::FRONTENDS)?.insert(frontend_key, narrow, 0)?;
     let mut claimers = Vec::new();
     for cpu in 0..2u32 {
-        claimers.push(Claimer::load(
-            &datapath,
-            0x0a40_0000 + cpu * 0x10_0000,
-            &client((bench::CLIENT, 1), SYN, 1000, 0),
-        )?);
+        let mut claimer = Driver::load(&datapath, "claimer", &[("CLIENTS", 0x0a40_0000 + cpu * 0x10_0000)])?;
+        claimer.set_template(0, &padded(client((bench::CLIENT, 1), SYN, 1000, 0).frame()))?;
+        claimer.aim(0, &datapath.edge(TENANT_NIC)?)?;
+        claimers.push(claimer);
     }
     let barrier = &Barrier::new(2);
-    let results: Vec<Result<(u64, u64)>> = std::thread::scope(|scope| {
+    let results: Vec<Result<()>> = std::thread::scope(|scope| {
         let threads: Vec<_> = claimers
             .iter_mut()
             .enumerate()
@@ -60,58 +49,19 @@ fn two_cpus_that_claim_one_tuple_at_once_never_both_get_it() -> Result<()> {
                 scope.spawn(move || {
                     on_cpu(cpu)?;
                     barrier.wait();
-                    claimer.run(3_000_000)
+                    claimer.run(3_000_000)?;
+                    Ok(())
                 })
             })
             .collect();
         threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
     });
-    let counts = results.into_iter().collect::<Result<Vec<_>>>()?;
-    let (opened, doubled) = *counts.last().context("counts")?;
+    results.into_iter().collect::<Result<()>>()?;
+    let (opened, doubled) = (claimers[0].get("claims", 0)?, claimers[0].get("claims", 1)?);
     eprintln!("{opened} connections opened, {doubled} tuples with two owners");
     ensure!(opened > 1_000_000, "only {opened} connections were opened");
     ensure!(doubled == 0, "{doubled} of {opened} claims gave a tuple to two owners at once");
     Ok(())
-}
-
-/// The race test's driver on one CPU. The counters are shared by all.
-struct Claimer {
-    ebpf: aya::Ebpf,
-    _target: aya::maps::ProgramArray<aya::maps::MapData>,
-}
-
-impl Claimer {
-    fn load(datapath: &Datapath, clients: u32, syn: &Segment) -> Result<Self> {
-        let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/bpf/lbd-driver");
-        let object =
-            std::fs::read(&path).with_context(|| format!("read {}: run `cargo xtask build`", path.display()))?;
-        let mut loader = aya::EbpfLoader::new();
-        loader.override_global("CLIENTS", &clients, true);
-        for shared in ["owners", "claims"] {
-            loader.map_pin_path(shared, datapath.pinned(shared));
-        }
-        let mut ebpf = loader.load(&object)?;
-        let program: &mut Xdp = ebpf.program_mut("claimer").context("claimer")?.try_into()?;
-        program.load()?;
-        let mut target = aya::maps::ProgramArray::try_from(ebpf.take_map("target").context("target")?)?;
-        target.set(0, &datapath.edge(TENANT_NIC)?, 0)?;
-        let mut frame = syn.frame();
-        frame.resize(64, 0);
-        let frame: [u8; 64] = frame.try_into().map_err(|_| anyhow::anyhow!("64 bytes"))?;
-        let mut map: aya::maps::Array<_, [u8; 64]> = ebpf.map_mut("template").context("template")?.try_into()?;
-        map.set(0, frame, 0)?;
-        Ok(Self { ebpf, _target: target })
-    }
-
-    fn run(&mut self, repeat: u32) -> Result<(u64, u64)> {
-        let program: &Xdp = self.ebpf.program("claimer").context("claimer")?.try_into()?;
-        let mut out = vec![0; 256];
-        let options =
-            TestRunOptions { data_in: Some(&[0; 64]), data_out: Some(&mut out), repeat, ..TestRunOptions::new() };
-        ensure!(program.test_run(options)?.return_value != 0, "the driver aborted");
-        let claims: aya::maps::Array<_, u64> = aya::maps::Array::try_from(self.ebpf.map("claims").context("claims")?)?;
-        Ok((claims.get(&0, 0)?, claims.get(&1, 0)?))
-    }
 }
 
 #[test]
