@@ -20,6 +20,8 @@ pub(super) struct Heard {
     pub(super) target: IpAddr,
     /// A request.
     pub(super) request: bool,
+    /// Replaces what is known of the sender (an IPv6 proxy's answer does not).
+    pub(super) overrides: bool,
 }
 
 fn frame(operation: u16, mac: [u8; 6], sender: Ipv4Addr, target_mac: [u8; 6], target: Ipv4Addr) -> [u8; FRAME] {
@@ -40,7 +42,12 @@ fn frame(operation: u16, mac: [u8; 6], sender: Ipv4Addr, target_mac: [u8; 6], ta
 
 /// "Does anybody have this address?" (RFC 5227 §1.1): fills nobody's cache.
 pub(super) fn probe(mac: [u8; 6], address: Ipv4Addr) -> [u8; FRAME] {
-    frame(REQUEST, mac, Ipv4Addr::UNSPECIFIED, [0; 6], address)
+    request(mac, Ipv4Addr::UNSPECIFIED, address)
+}
+
+/// "Who has this address?" From 0.0.0.0 it is a probe.
+pub(super) fn request(mac: [u8; 6], sender: Ipv4Addr, target: Ipv4Addr) -> [u8; FRAME] {
+    frame(REQUEST, mac, sender, [0; 6], target)
 }
 
 /// "This address is at this MAC", as a request and as a reply: stations differ in which of the two they believe (RFC 5227 §3).
@@ -63,7 +70,7 @@ pub(super) fn parse(bytes: &[u8]) -> Option<Heard> {
     let address = |at: usize| IpAddr::from([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
     let mut mac = [0; 6];
     mac.copy_from_slice(&bytes[22..28]);
-    Some(Heard { mac, sender: address(28), target: address(38), request })
+    Some(Heard { mac, sender: address(28), target: address(38), request, overrides: true })
 }
 
 #[cfg(test)]
@@ -82,15 +89,27 @@ mod tests {
         ];
         assert_eq!(bytes[..42], wanted);
         assert_eq!(bytes[42..], [0; 18]);
-        let heard = Heard { mac: MAC, sender: Ipv4Addr::UNSPECIFIED.into(), target: VIP.into(), request: true };
+        let heard = Heard {
+            mac: MAC,
+            sender: Ipv4Addr::UNSPECIFIED.into(),
+            target: VIP.into(),
+            request: true,
+            overrides: true,
+        };
         assert_eq!(parse(&bytes), Some(heard));
     }
 
     #[test]
     fn announcements_have_both_forms() {
         let [request, reply] = announcements(MAC, VIP);
-        assert_eq!(parse(&request), Some(Heard { mac: MAC, sender: VIP.into(), target: VIP.into(), request: true }));
-        assert_eq!(parse(&reply), Some(Heard { mac: MAC, sender: VIP.into(), target: VIP.into(), request: false }));
+        assert_eq!(
+            parse(&request),
+            Some(Heard { mac: MAC, sender: VIP.into(), target: VIP.into(), request: true, overrides: true })
+        );
+        assert_eq!(
+            parse(&reply),
+            Some(Heard { mac: MAC, sender: VIP.into(), target: VIP.into(), request: false, overrides: true })
+        );
         assert_eq!((&request[32..38], &reply[32..38]), ([0; 6].as_slice(), [255; 6].as_slice()));
     }
 

@@ -1,4 +1,4 @@
-//! Pure: whose an address is (RFC 5227), and when to say so.
+//! Pure: whose an address is (RFC 5227, RFC 4862), and when to say so.
 //!
 //! An address that a frontend needs is asked for three times before it is answered for; if somebody has it, it is asked for again
 //! every 5 s until nobody has. Free pool addresses are checked ahead, so that most addresses are known to be free when needed.
@@ -202,6 +202,17 @@ impl Claims {
             .collect()
     }
 
+    /// An interface was made anew: its addresses are what they were.
+    pub(super) fn moved(&mut self, from: u32, to: u32) {
+        self.claims = std::mem::take(&mut self.claims)
+            .into_iter()
+            .map(|(place, claim)| {
+                let interface = if place.interface == from { to } else { place.interface };
+                (Place { interface, ..place }, claim)
+            })
+            .collect();
+    }
+
     /// The interface has come up or has another MAC: its switch and its stations have to learn anew.
     pub(super) fn came_up(&mut self, interface: u32, now: Instant) {
         for (_, claim) in self.claims.iter_mut().filter(|(place, _)| place.interface == interface) {
@@ -244,7 +255,7 @@ mod tests {
     }
 
     fn says(mac: [u8; 6]) -> Heard {
-        Heard { mac, sender: VIP.address, target: VIP.address, request: false }
+        Heard { mac, sender: VIP.address, target: VIP.address, request: false, overrides: true }
     }
 
     #[test]
@@ -351,10 +362,29 @@ mod tests {
     }
 
     #[test]
+    fn an_interface_made_anew_keeps_its_addresses() {
+        let mut claims = Claims::default();
+        let now = Instant::now();
+        claims.want(&BTreeSet::from([VIP]), &BTreeSet::new(), &BTreeSet::from([VIP]), now);
+        claims.moved(7, 12);
+        let anew = Place { interface: 12, ..VIP };
+        claims.want(&BTreeSet::from([anew]), &BTreeSet::new(), &BTreeSet::new(), now);
+        assert_eq!(claims.ours(), BTreeSet::from([anew]));
+        claims.came_up(12, now);
+        assert_eq!(claims.due(now, |_| true), [Action::Announce(anew)]);
+    }
+
+    #[test]
     fn a_simultaneous_probe_is_a_conflict_only_while_probing() {
         let mut claims = Claims::default();
         let now = Instant::now();
-        let probe = Heard { mac: RIVAL, sender: Ipv4Addr::UNSPECIFIED.into(), target: VIP.address, request: true };
+        let probe = Heard {
+            mac: RIVAL,
+            sender: Ipv4Addr::UNSPECIFIED.into(),
+            target: VIP.address,
+            request: true,
+            overrides: true,
+        };
         claims.want(&BTreeSet::from([VIP]), &BTreeSet::new(), &BTreeSet::new(), now);
         claims.heard(7, 0, &probe, now);
         assert_eq!(claims.taken().len(), 1);

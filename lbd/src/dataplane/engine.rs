@@ -19,7 +19,9 @@ use lbd_common::reason::Reason;
 use super::bpf::{self, Map, PerCpu};
 use super::claims::{Claims, Place};
 use super::contents::{self, HopKey};
+use super::groups;
 use super::loader::{HOP_RECORDS, Nic, Paths};
+use super::ndisc;
 use super::netlink::{Neighbour, Neighbours};
 use super::regions::Regions;
 use super::resets;
@@ -177,6 +179,8 @@ pub(super) struct Engine {
     next_index: u32,
     /// When a redirect was last seen to fail, and how many did so far.
     pub(super) redirects_failed: Option<(Instant, u64)>,
+    /// Interfaces whose VLAN tags are hidden from XDP, and why.
+    pub(super) hidden_tags: BTreeMap<String, String>,
     /// Resets to repeat when connections that were half-open then are over.
     again: Vec<(Instant, BTreeSet<Reset>)>,
 }
@@ -203,6 +207,7 @@ impl Engine {
             next_index: 1,
             again: Vec::new(),
             redirects_failed: None,
+            hidden_tags: BTreeMap::new(),
         };
         engine.recover_hops();
         engine.recover_regions()?;
@@ -508,6 +513,59 @@ impl Engine {
             .collect()
     }
 
+    /// The address to ask for a tagged neighbour from: the configured one, else the link-local or no address.
+    pub(super) fn asks_from(&self, place: Place, mac: [u8; 6]) -> IpAddr {
+        let segment = self.segment_at(place);
+        let here = self.config.tenants.iter().filter(|tenant| Some(&tenant.segment) == segment.as_ref());
+        let own = here.filter_map(|tenant| Some(tenant.address?.addr()));
+        let hub = self.config.hub.snat.iter().copied().filter(|_| Some(&self.config.hub.segment) == segment.as_ref());
+        own.chain(hub).find(|address| address.is_ipv6() == place.address.is_ipv6()).unwrap_or(match place.address {
+            IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+            IpAddr::V6(_) => ndisc::link_local(mac).into(),
+        })
+    }
+
+    /// The segment at a place.
+    fn segment_at(&self, place: Place) -> Option<SegmentName> {
+        // By the name that lbd knows, if the interface was renamed.
+        let mut names = self.facts.interfaces.iter().filter(|(_, interface)| interface.index == place.interface);
+        let first = names.clone().next();
+        let (name, _) = names.find(|(name, _)| self.nics.contains_key(*name)).or(first)?;
+        Some(SegmentName { interface: name.clone(), vlan: Some(place.vlan).filter(|&vlan| vlan != 0) })
+    }
+
+    /// Groups to join for the IPv6 addresses that are answered for; `None` before the first plan, which may need what is there.
+    pub(super) fn groups(&self) -> Option<groups::Wanted> {
+        if self.plan.segments.is_empty() {
+            return None;
+        }
+        let mut wanted = groups::Wanted::default();
+        for (&(segment, address), plan) in &self.plan.addresses {
+            let IpAddr::V6(address) = address else { continue };
+            let Some(segment) = self.plan.segments.get(&segment).filter(|_| contents::answered(plan)) else { continue };
+            let group = ndisc::solicited_node(address);
+            if let Some(interface) = self.interface(segment).filter(|interface| interface.up) {
+                wanted.filtered.insert((interface.index, group));
+            }
+            if let Some(own) = self.facts.of(&segment.name).filter(|own| own.up) {
+                wanted.joined.insert((own.index, group));
+            }
+        }
+        Some(wanted)
+    }
+
+    /// Indexes of our NICs and of the kernel's VLAN interfaces for our segments.
+    pub(super) fn own_indexes(&self) -> BTreeSet<u32> {
+        let nics = self.nics.values().map(|nic| nic.index);
+        nics.chain(self.plan.segments.values().filter_map(|segment| Some(self.facts.of(&segment.name)?.index)))
+            .collect()
+    }
+
+    /// Interfaces on which a hidden tag would matter: those of tenants, and those with VLAN segments (`true`).
+    pub(super) fn tagged_interfaces(&self) -> BTreeMap<String, bool> {
+        tagged_interfaces(&self.config)
+    }
+
     /// Neighbours that we made the kernel look after and that nothing needs. None before the first plan, which may need them.
     pub(super) fn unneeded_neighbours(&self, wanted: &BTreeSet<Place>) -> BTreeSet<Place> {
         if self.plan.segments.is_empty() {
@@ -771,8 +829,7 @@ impl Engine {
 
     /// Whose a place is.
     pub(super) fn whose(&self, place: Place) -> Option<Whose> {
-        let (name, _) = self.facts.interfaces.iter().find(|(_, interface)| interface.index == place.interface)?;
-        let segment = SegmentName { interface: name.clone(), vlan: Some(place.vlan).filter(|&vlan| vlan != 0) };
+        let segment = self.segment_at(place)?;
         let address = place.address;
         let id = self.plan.segments.iter().find(|(_, plan)| plan.name == segment).map(|(&id, _)| id);
         let planned = id.and_then(|id| {
@@ -811,6 +868,16 @@ impl Retired {
     pub(super) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
+}
+
+/// Interfaces on which a hidden tag would matter: those of tenants, and those with VLAN segments (`true`).
+pub(super) fn tagged_interfaces(config: &Config) -> BTreeMap<String, bool> {
+    let mut found = BTreeMap::new();
+    let tenants = config.tenants.iter().map(|tenant| &tenant.segment);
+    for segment in tenants.chain(Some(&config.hub.segment).filter(|hub| hub.vlan.is_some())) {
+        *found.entry(segment.interface.clone()).or_default() |= segment.vlan.is_some();
+    }
+    found
 }
 
 fn addresses_of(range: &AddressRange) -> Box<dyn Iterator<Item = IpAddr>> {

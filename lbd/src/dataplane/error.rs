@@ -72,6 +72,19 @@ pub enum DataplaneError {
         /// Its name.
         interface: String,
     },
+    /// XDP would not see VLAN tags.
+    #[error(
+        "interface {interface} hides VLAN tags from lbd ({reason}): frames of other VLANs would count as untagged; run `{remedy}`, \
+         or give the VLAN segments another NIC"
+    )]
+    HiddenTags {
+        /// Interface.
+        interface: String,
+        /// What hides them.
+        reason: String,
+        /// What to run.
+        remedy: String,
+    },
     /// More interfaces than slots.
     #[error("interface {interface} is one too many: lbd attaches to at most {} interfaces", lbd_common::abi::MAX_NICS)]
     TooManyInterfaces {

@@ -104,11 +104,11 @@ fn entries(path: &Path) -> Vec<(String, PathBuf)> {
 }
 
 /// bpffs refuses names with dots, and interface names have no colons.
-fn pin_name(interface: &str) -> String {
+pub(super) fn pin_name(interface: &str) -> String {
     interface.replace('.', ":")
 }
 
-fn interface_name(pin: &str) -> String {
+pub(super) fn interface_name(pin: &str) -> String {
     pin.replace(':', ".")
 }
 

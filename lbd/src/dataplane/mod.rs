@@ -4,10 +4,11 @@
 //! |---|---|
 //! | `loader` | objects, pins, attachments |
 //! | `engine` | what is in the maps, the order of changes |
-//! | `contents`, `resets`, `regions`, `claims`, `resolver`, `arp` | the pure parts of it |
+//! | `contents`, `resets`, `regions`, `claims`, `resolver`, `steady`, `arp`, `ndisc` | the pure parts of it |
 //! | `shadow` | only differences are written |
 //! | `worker` | the threads: netlink, addresses, flows |
 //! | `netlink`, `packet`, `bpf` | sockets and bpf(2) |
+//! | `groups`, `offload` | what lbd changes on the host: multicast groups, VLAN offload |
 //! | `pins` | the read-only view for `lbctl` |
 //! | `preflight` | what `lbd check` says of the host |
 
@@ -33,8 +34,11 @@ mod claims;
 mod contents;
 mod engine;
 mod error;
+mod groups;
 mod loader;
+mod ndisc;
 mod netlink;
+mod offload;
 mod packet;
 mod pins;
 mod preflight;
@@ -42,6 +46,7 @@ mod regions;
 mod resets;
 mod resolver;
 mod shadow;
+mod steady;
 mod worker;
 
 use bpf::{Map, PerCpu};
@@ -161,7 +166,10 @@ impl Dataplane {
             loader.check(interface)?;
         }
         let fresh = loader.is_fresh();
-        let result = Self::bring_up(config, &mut loader, &interfaces);
+        let offloads = offload::Record::new(&loader.paths.root);
+        let result = offloads.prepare(&engine::tagged_interfaces(config)).and_then(|changed| {
+            Self::bring_up(config, &mut loader, &interfaces).inspect_err(|_| offloads.undo(&changed))
+        });
         let (engine, settings) = match result {
             Ok(made) => made,
             Err(error) => {
@@ -190,6 +198,7 @@ impl Dataplane {
         for interface in loader.release_others(&interfaces) {
             tracing::warn!("{interface}: no longer configured, detached");
         }
+        offloads.restore(&engine::tagged_interfaces(config).into_keys().collect::<Vec<_>>());
         engine.claim_addresses(Instant::now());
         let pinned = engine.pinned();
         let shared = Arc::new(Shared::new(engine, loader));
@@ -462,18 +471,27 @@ pub struct Detached {
     pub maps: u32,
     /// Neighbour entries released.
     pub neighbours: u32,
+    /// Multicast groups left, counting those of the kernel's IPv6 and those of NICs' filters.
+    pub groups: u32,
+    /// Interfaces whose rx-vlan offload was turned on again.
+    pub offloads: Vec<String>,
 }
 
 impl Detached {
     /// There was nothing to remove.
     pub fn is_empty(&self) -> bool {
-        self.interfaces.is_empty() && self.maps == 0 && self.neighbours == 0
+        self.interfaces.is_empty()
+            && self.maps == 0
+            && self.neighbours == 0
+            && self.groups == 0
+            && self.offloads.is_empty()
     }
 }
 
 /// Removes everything of lbd's from the kernel: links first, then maps. Works from the pins alone; a second call finds nothing.
 pub fn detach(bpffs: &Path) -> Result<Detached, DataplaneError> {
     let paths = Paths::new(bpffs);
+    let offloads = offload::Record::new(&paths.root).restore(&[]);
     let (mut interfaces, maps) = loader::remove_all(&paths)?;
     let mut client = Client::new().map_err(DataplaneError::system("cannot open a netlink socket"))?;
     let facts = client.facts().map_err(DataplaneError::system("cannot list interfaces"))?;
@@ -489,7 +507,8 @@ pub fn detach(bpffs: &Path) -> Result<Detached, DataplaneError> {
             released += 1;
         }
     }
-    Ok(Detached { interfaces, maps, neighbours: released })
+    let groups = groups::leave_all(&mut client).map_err(DataplaneError::system("cannot leave multicast groups"))?;
+    Ok(Detached { interfaces, maps, neighbours: released, groups, offloads })
 }
 
 /// Where one interface has only generic mode, all get it: a driver with a program sends nothing to an interface without one.

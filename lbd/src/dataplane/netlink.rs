@@ -2,9 +2,9 @@
 //!
 //! Blocking sockets and a thread of its own, so that the data plane needs no async runtime and can be asked before there is one.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv6Addr};
 use std::os::fd::AsRawFd;
 
 use ipnet::IpNet;
@@ -23,6 +23,7 @@ use rtnetlink::packet_route::{AddressFamily, RouteNetlinkMessage};
 use rtnetlink::sys::{Socket, SocketAddr, protocols::NETLINK_ROUTE};
 
 use super::claims::Place;
+use super::groups::{Group, is_solicited_node};
 use super::{InterfaceXdp, Mode};
 use crate::plan::model::{HostFacts, InterfaceFacts};
 
@@ -176,6 +177,36 @@ impl Client {
                 }
             })?;
         }
+        Ok(found)
+    }
+
+    /// Has the kernel join a group, for as long as the interface lives.
+    pub(super) fn join(&mut self, ifindex: u32, group: Ipv6Addr) -> io::Result<()> {
+        let request = RouteNetlinkMessage::NewAddress(group_address(ifindex, group));
+        self.send(request, NLM_F_ACK | NLM_F_CREATE | NLM_F_REPLACE)?;
+        self.answers(|_| {})
+    }
+
+    /// Has it leave a group that [`Self::join`] has joined.
+    pub(super) fn leave(&mut self, ifindex: u32, group: Ipv6Addr) -> io::Result<()> {
+        self.send(RouteNetlinkMessage::DelAddress(group_address(ifindex, group)), NLM_F_ACK)?;
+        self.answers(|_| {})
+    }
+
+    /// Solicited-node groups that were joined that way.
+    pub(super) fn joined(&mut self) -> io::Result<BTreeSet<Group>> {
+        let mut request = AddressMessage::default();
+        request.header.family = AddressFamily::Inet6;
+        let mut found = BTreeSet::new();
+        self.dump(RouteNetlinkMessage::GetAddress(request), |message| {
+            if let RouteNetlinkMessage::NewAddress(message) = message
+                && let Some((address, _)) = interface_address(&message)
+                && let IpAddr::V6(group) = address.addr()
+                && is_solicited_node(address.addr())
+            {
+                found.insert((message.header.index, group));
+            }
+        })?;
         Ok(found)
     }
 
@@ -340,6 +371,18 @@ fn messages(buffer: &[u8]) -> Vec<NetlinkMessage<RouteNetlinkMessage>> {
         offset += length.next_multiple_of(4);
     }
     found
+}
+
+/// A group in the form of an address.
+fn group_address(ifindex: u32, group: Ipv6Addr) -> AddressMessage {
+    let mut request = AddressMessage::default();
+    request.header.family = AddressFamily::Inet6;
+    request.header.prefix_len = 128;
+    request.header.index = ifindex;
+    request.attributes.push(AddressAttribute::Local(group.into()));
+    request.attributes.push(AddressAttribute::Address(group.into()));
+    request.attributes.push(AddressAttribute::Flags(AddressFlags::Mcautojoin | AddressFlags::Nodad));
+    request
 }
 
 fn neighbour_request(place: Place) -> NeighbourMessage {

@@ -1,22 +1,15 @@
 //! What `lbd check` says about the host, without changing it.
 
-use std::ffi::CString;
-use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-
 use caps::{CapSet, Capability};
 
 use super::bpf;
+use super::engine;
 use super::loader::{Loader, Paths, VETH_MTU};
 use super::netlink::{Client, LinkDetails};
+use super::offload::{self, FLAG_LRO, FLAG_RX_VLAN, GET_FLAGS, GET_GRO, GET_TX_CHECKSUM};
 use super::{DataplaneError, Mode, OBJECT, Problem, interfaces};
 use crate::config::{Config, XdpMode};
-
-const GET_TX_CHECKSUM: u32 = 0x16;
-const GET_GRO: u32 = 0x2b;
-const GET_FLAGS: u32 = 0x25;
-const FLAG_RX_VLAN: u32 = 1 << 8;
-const FLAG_LRO: u32 = 1 << 15;
+use crate::plan::model::HostFacts;
 
 /// See [`super::preflight()`].
 pub(super) fn preflight(config: &Config) -> Vec<Problem> {
@@ -65,6 +58,9 @@ pub(super) fn preflight(config: &Config) -> Vec<Problem> {
         problems.push(problem(true, "netlink", "cannot open a netlink socket".to_owned()));
         return problems;
     };
+    if let Ok(facts) = client.facts() {
+        weak_settings(config, &facts, &mut problems);
+    }
     for interface in interfaces(config) {
         let Ok(index) = nix::net::if_::if_nametoindex(interface.as_str()) else {
             let error = DataplaneError::NoInterface { interface: interface.clone() };
@@ -89,6 +85,46 @@ pub(super) fn preflight(config: &Config) -> Vec<Problem> {
 
 fn problem(fatal: bool, subject: &str, message: String) -> Problem {
     Problem { fatal, subject: subject.to_owned(), message }
+}
+
+/// Settings under which tenants could change the host or cross it, if lbd were not there.
+fn weak_settings(config: &Config, facts: &HostFacts, problems: &mut Vec<Problem>) {
+    let set = |name: &str| {
+        let value = std::fs::read_to_string(format!("/proc/sys/net/{name}")).unwrap_or_default();
+        !matches!(value.trim(), "" | "0")
+    };
+    for name in ["ipv4/ip_forward", "ipv6/conf/all/forwarding"] {
+        if set(name) {
+            let subject = format!("net.{}", name.replace('/', "."));
+            let message = format!(
+                "is on: lbd does not need it, and while lbd is not attached the host is a router between tenants and hub; \
+                 run `sysctl -w {subject}=0` unless something else needs it"
+            );
+            problems.push(problem(false, &subject, message));
+        }
+    }
+    for segment in config.segment_names().iter().filter(|&name| config.tenants.iter().any(|it| it.segment == *name)) {
+        let Some(own) = facts.of(segment) else { continue };
+        let Some(interface) = facts.interfaces.iter().find(|(_, it)| it.index == own.index).map(|(name, _)| name)
+        else {
+            continue;
+        };
+        let found: Vec<String> =
+            ["ipv6/conf/IF/accept_ra", "ipv6/conf/IF/accept_redirects", "ipv4/conf/IF/accept_redirects"]
+                .iter()
+                .map(|name| name.replace("IF", interface))
+                .filter(|name| set(name))
+                .map(|name| format!("net/{name}=0"))
+                .collect();
+        if !found.is_empty() {
+            let message = format!(
+                "while lbd is not attached the host believes router advertisements and redirects of this tenant (lbd drops them); \
+                 run `sysctl -w {}`",
+                found.join(" ")
+            );
+            problems.push(problem(false, interface, message));
+        }
+    }
 }
 
 /// What is wrong if the host takes ports for its own connections, probes above all, from those for clients: replies to a port for
@@ -145,19 +181,25 @@ fn nic(config: &Config, interface: &str, details: &LinkDetails, client: &mut Cli
     let generic =
         config.datapath.mode == XdpMode::Generic || details.xdp.iter().any(|xdp| xdp.mode == Some(Mode::Generic));
     if generic {
-        if ethtool(interface, GET_GRO).is_ok_and(|on| on != 0) {
+        if offload::get(interface, GET_GRO).is_ok_and(|on| on != 0) {
             warn(format!(
                 "generic mode with GRO on: merged packets cannot be forwarded; run `ethtool -K {interface} gro off`"
             ));
         }
-        if ethtool(interface, GET_FLAGS).is_ok_and(|flags| flags & FLAG_LRO != 0) {
+        if offload::get(interface, GET_FLAGS).is_ok_and(|flags| flags & FLAG_LRO != 0) {
             warn(format!("LRO is on: merged packets cannot be forwarded; run `ethtool -K {interface} lro off`"));
         }
     }
-    let vlans =
-        config.tenants.iter().any(|tenant| tenant.segment.interface == interface && tenant.segment.vlan.is_some());
-    if vlans && ethtool(interface, GET_FLAGS).is_ok_and(|flags| flags & FLAG_RX_VLAN != 0) {
-        warn(format!("rx-vlan offload hides VLAN tags from XDP; run `ethtool -K {interface} rxvlan off`"));
+    if let Some(&vlans) = engine::tagged_interfaces(config).get(interface) {
+        if offload::get(interface, GET_FLAGS).is_ok_and(|flags| flags & FLAG_RX_VLAN != 0) {
+            warn(format!(
+                "rx-vlan offload hides VLAN tags from XDP: lbd turns it off when it starts, as `ethtool -K {interface} rxvlan off` does, \
+                 and on again with `lbd detach`"
+            ));
+        }
+        if let Some(peer) = offload::hiding_peer(interface) {
+            problems.push(problem(vlans, interface, offload::peer_hides(interface, &peer).to_string()));
+        }
     }
     if details.kind != "veth" {
         return;
@@ -179,62 +221,24 @@ fn nic(config: &Config, interface: &str, details: &LinkDetails, client: &mut Cli
             false,
             interface,
             "is a veth whose peer is in another network namespace, out of sight: the peer needs `ethtool -K PEER tx off` (XDP \
-             forwards unfinished checksums as they are) and, to receive what lbd sends, an XDP program or `ethtool -K PEER gro on`"
+             forwards unfinished checksums as they are), `ethtool -K PEER txvlan off` (XDP does not see the tags) and, to receive what lbd sends, an XDP program or `ethtool -K PEER gro on`"
                 .to_owned(),
         ));
         return;
     };
     let name = &peer.name;
-    if ethtool(name, GET_TX_CHECKSUM).is_ok_and(|on| on != 0) {
+    if offload::get(name, GET_TX_CHECKSUM).is_ok_and(|on| on != 0) {
         let message = format!(
             "veth peer {name} leaves checksums unfinished, which XDP forwards as they are; run `ethtool -K {name} tx off`"
         );
         problems.push(problem(false, interface, message));
     }
-    if peer.xdp.is_empty() && ethtool(name, GET_GRO).is_ok_and(|on| on == 0) {
+    if peer.xdp.is_empty() && offload::get(name, GET_GRO).is_ok_and(|on| on == 0) {
         let message = format!(
             "veth peer {name} cannot receive what lbd sends: attach an XDP program to it, or run `ethtool -K {name} gro on`"
         );
         problems.push(problem(false, interface, message));
     }
-}
-
-#[repr(C)]
-struct EthtoolValue {
-    command: u32,
-    data: u32,
-}
-
-#[repr(C)]
-struct InterfaceRequest {
-    name: [u8; 16],
-    data: *mut EthtoolValue,
-    pad: [u64; 2],
-}
-
-/// One number of the driver's (`ETHTOOL_G…`).
-fn ethtool(interface: &str, command: u32) -> io::Result<u32> {
-    const SIOCETHTOOL: libc::c_ulong = 0x8946;
-    let name = CString::new(interface).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
-    let bytes = name.as_bytes_with_nul();
-    if bytes.len() > 16 {
-        return Err(io::ErrorKind::InvalidInput.into());
-    }
-    let mut value = EthtoolValue { command, data: 0 };
-    let mut request = InterfaceRequest { name: [0; 16], data: &raw mut value, pad: [0; 2] };
-    request.name[..bytes.len()].copy_from_slice(bytes);
-    // SAFETY: takes no address.
-    let fd = unsafe { libc::socket(libc::AF_INET, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the kernel has just made this descriptor for us.
-    let socket = unsafe { OwnedFd::from_raw_fd(fd) };
-    // SAFETY: `request` is a whole `struct ifreq`, and its data points to the `struct ethtool_value` that these commands fill.
-    if unsafe { libc::ioctl(socket.as_raw_fd(), SIOCETHTOOL as _, &raw mut request) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(value.data)
 }
 
 #[cfg(test)]

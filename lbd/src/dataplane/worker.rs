@@ -17,10 +17,14 @@ use super::arp::{self, Heard};
 use super::bpf;
 use super::claims::{Action, Place};
 use super::engine::Engine;
+use super::groups;
 use super::loader::Loader;
+use super::ndisc;
 use super::netlink::{Client, Event, Events};
-use super::packet::{ArpSocket, wait};
-use super::resolver::Resolver;
+use super::offload::Record;
+use super::packet::{FrameSocket, wait};
+use super::resolver::{Asker, Resolver};
+use super::steady::Steady;
 use crate::config::SegmentName;
 use crate::plan::model::{HostFacts, Notice};
 
@@ -122,8 +126,11 @@ fn netlink(shared: &Shared, mut events: Events, mut client: Client, woken: &Unix
     let mut idle: BTreeMap<Place, Instant> = BTreeMap::new();
     let mut resolver = Resolver::default();
     let mut attempts: BTreeMap<String, Instant> = BTreeMap::new();
+    let mut steady = Steady::new(shared.engine().facts.clone());
+    let record = Record::new(&shared.loader.lock().unwrap_or_else(PoisonError::into_inner).paths.root);
     while !shared.stopping() {
-        let pause = resolver.next().map_or(PAUSE, |next| next.saturating_duration_since(Instant::now()).min(PAUSE));
+        let next = resolver.next().into_iter().chain(steady.next()).min();
+        let pause = next.map_or(PAUSE, |next| next.saturating_duration_since(Instant::now()).min(PAUSE));
         wait(&[events.fd(), woken.as_raw_fd()], pause);
         drain(woken);
         let (mut ask_facts, mut ask_neighbours) = (false, false);
@@ -142,13 +149,15 @@ fn netlink(shared: &Shared, mut events: Events, mut client: Client, woken: &Unix
                 Event::Lost => (ask_facts, ask_neighbours) = (true, true),
             }
         }
-        if ask_facts {
+        if ask_facts || steady.next().is_some_and(|next| next <= Instant::now()) {
             match client.facts() {
-                Ok(facts) => new_facts(shared, facts),
+                Ok(facts) => new_facts(shared, facts, &mut steady),
                 Err(error) => tracing::warn!("cannot list interfaces: {error}"),
             }
         }
-        attach_again(shared, &mut attempts);
+        if attach_again(shared, &mut attempts) || ask_facts {
+            show_tags(shared, &record);
+        }
         if ask_neighbours {
             match client.neighbours() {
                 Ok(found) => {
@@ -191,10 +200,22 @@ fn netlink(shared: &Shared, mut events: Events, mut client: Client, woken: &Unix
     }
 }
 
-fn new_facts(shared: &Shared, facts: HostFacts) {
+fn new_facts(shared: &Shared, facts: HostFacts, steady: &mut Steady) {
     let mut engine = shared.engine();
+    let attached = engine.nics.values().map(|nic| (nic.interface.as_str(), nic.index)).collect();
+    let facts = steady.tell(facts, &attached, Instant::now()).clone();
     if engine.facts == facts {
         return;
+    }
+    let index = |facts: &HostFacts, name: &str| facts.interfaces.get(name).map(|interface| interface.index);
+    let moved: Vec<(u32, u32)> = engine
+        .nics
+        .keys()
+        .filter_map(|name| index(&engine.facts, name).zip(index(&facts, name)))
+        .filter(|(old, new)| old != new)
+        .collect();
+    for (old, new) in moved {
+        engine.claims.moved(old, new);
     }
     engine.facts = facts.clone();
     engine.refresh();
@@ -203,8 +224,25 @@ fn new_facts(shared: &Shared, facts: HostFacts) {
     shared.facts.send_replace(facts);
 }
 
-/// An interface that was made anew has lost its program. What fails is tried again.
-fn attach_again(shared: &Shared, attempts: &mut BTreeMap<String, Instant>) {
+/// Whoever turns rx-vlan offload on again hides tags from XDP.
+fn show_tags(shared: &Shared, record: &Record) {
+    let interfaces = shared.engine().tagged_interfaces();
+    let mut hidden = BTreeMap::new();
+    for (interface, vlans) in interfaces {
+        match record.show_tags(&interface) {
+            Ok(true) => tracing::warn!("{interface}: rx-vlan offload was on: turned off"),
+            Ok(false) => {}
+            Err(error) if vlans => {
+                hidden.insert(interface, error.to_string());
+            }
+            Err(error) => tracing::debug!("{error}"),
+        }
+    }
+    shared.engine().hidden_tags = hidden;
+}
+
+/// An interface that was made anew has lost its program. What fails is tried again. Whether something was attached.
+fn attach_again(shared: &Shared, attempts: &mut BTreeMap<String, Instant>) -> bool {
     const PAUSE: Duration = Duration::from_secs(1);
     let mut engine = shared.engine();
     let index = |name: &str| engine.facts.interfaces.get(name).map(|interface| interface.index);
@@ -215,6 +253,7 @@ fn attach_again(shared: &Shared, attempts: &mut BTreeMap<String, Instant>) {
         .map(|nic| (nic.interface.clone(), nic.slot))
         .collect();
     let now = Instant::now();
+    let mut any = false;
     for (interface, slot) in lost {
         if attempts.get(&interface).is_some_and(|last| now.duration_since(*last) < PAUSE) {
             continue;
@@ -230,6 +269,7 @@ fn attach_again(shared: &Shared, attempts: &mut BTreeMap<String, Instant>) {
             Ok(nic) => {
                 tracing::warn!("{interface} was made anew: attached again");
                 engine.nics.insert(interface, nic);
+                any = true;
                 if let Err(error) = loader.own(engine.nics.values()) {
                     tracing::warn!("redirects that a driver refuses are not counted: {error}");
                 }
@@ -237,33 +277,113 @@ fn attach_again(shared: &Shared, attempts: &mut BTreeMap<String, Instant>) {
             Err(error) => tracing::error!("{interface} was made anew: {error}"),
         }
     }
+    any
+}
+
+/// Frames that the interfaces' sockets have received, but for this host's own.
+fn receive(sockets: &BTreeMap<u32, FrameSocket>, own: &BTreeSet<[u8; 6]>) -> Vec<(u32, u16, Heard)> {
+    let mut buffer = [0; 2048];
+    let mut heard = Vec::new();
+    for socket in sockets.values() {
+        while let Some((vlan, frame)) = socket.receive(&mut buffer) {
+            let read = arp::parse(frame).or_else(|| ndisc::parse(frame)).filter(|heard| !own.contains(&heard.mac));
+            heard.extend(read.map(|heard| (socket.ifindex(), vlan, heard)));
+        }
+    }
+    heard
+}
+
+/// Follows the neighbours in VLANs that the kernel has no interface for, and returns the requests to send.
+fn ask(
+    engine: &mut Engine,
+    asker: &mut Asker,
+    heard: &[(u32, u16, Heard)],
+    up: &BTreeMap<u32, [u8; 6]>,
+    now: Instant,
+) -> Vec<(Place, Vec<u8>)> {
+    let wanted: BTreeSet<Place> =
+        engine.to_resolve().into_iter().filter(|place| place.vlan != 0 && up.contains_key(&place.interface)).collect();
+    engine.neighbours.retain(|place, _| place.vlan == 0 || wanted.contains(place));
+    for (interface, vlan, heard) in heard {
+        let place = Place { interface: *interface, vlan: *vlan, address: heard.sender };
+        if wanted.contains(&place)
+            && let Some(neighbour) = asker.heard(place, heard, engine.neighbours.get(&place), now)
+            && engine.neighbours.get(&place) != Some(&neighbour)
+        {
+            engine.neighbour(place, Some(neighbour));
+        }
+    }
+    for place in asker.silent(now) {
+        if let Some(mut neighbour) = engine.neighbours.get(&place).copied() {
+            neighbour.valid = false;
+            engine.neighbour(place, Some(neighbour));
+        }
+    }
+    let due = asker.due(&wanted, &engine.neighbours, now);
+    due.into_iter()
+        .filter_map(|place| {
+            let mac = *up.get(&place.interface)?;
+            let frame = match (engine.asks_from(place, mac), place.address) {
+                (IpAddr::V4(own), IpAddr::V4(address)) => arp::request(mac, own, address).to_vec(),
+                (IpAddr::V6(own), IpAddr::V6(address)) => ndisc::solicitation(mac, own, address),
+                _ => return None,
+            };
+            Some((place, frame))
+        })
+        .collect()
+}
+
+/// Keeps the groups of IPv6 addresses joined.
+struct Groups {
+    client: Option<Client>,
+    last: Option<(Instant, groups::Wanted)>,
+    failed: Vec<String>,
+}
+
+impl Groups {
+    /// How often it is looked at though nothing has changed, and when something has failed.
+    const AGAIN: Duration = Duration::from_secs(30);
+    const RETRY: Duration = Duration::from_secs(5);
+
+    fn due(&self, wanted: &groups::Wanted, now: Instant) -> bool {
+        let pause = if self.failed.is_empty() { Self::AGAIN } else { Self::RETRY };
+        !matches!(&self.last, Some((last, had)) if had == wanted && now.duration_since(*last) < pause)
+    }
+
+    fn set(&mut self, wanted: groups::Wanted, ours: &BTreeSet<u32>, now: Instant) {
+        if self.client.is_none() {
+            self.client = Client::new().ok();
+        }
+        let Some(client) = &mut self.client else { return };
+        let failed = groups::set(client, &wanted, |index| ours.contains(&index));
+        for message in failed.iter().filter(|message| !self.failed.contains(message)) {
+            tracing::warn!("{message}");
+        }
+        self.failed = failed;
+        self.last = Some((now, wanted));
+    }
 }
 
 fn addresses(shared: &Shared, woken: &UnixStream) {
-    let mut sockets: BTreeMap<u32, ArpSocket> = BTreeMap::new();
+    const PAUSE: Duration = Duration::from_millis(500);
+    let mut sockets: BTreeMap<u32, FrameSocket> = BTreeMap::new();
     let mut answered = BTreeSet::new();
     let mut before: BTreeMap<u32, [u8; 6]> = BTreeMap::new();
-    let mut buffer = [0; 2048];
     let mut timeout = Duration::ZERO;
+    let mut asker = Asker::default();
+    let mut joined = Groups { client: None, last: None, failed: Vec::new() };
     while !shared.stopping() {
-        let mut descriptors: Vec<i32> = sockets.values().map(ArpSocket::fd).collect();
+        let mut descriptors: Vec<i32> = sockets.values().map(FrameSocket::fd).collect();
         descriptors.push(woken.as_raw_fd());
         wait(&descriptors, timeout);
         drain(woken);
-        let mut heard: Vec<(u32, Heard)> = Vec::new();
-        for socket in sockets.values() {
-            while let Some(frame) = socket.receive(&mut buffer) {
-                heard.extend(arp::parse(frame).map(|heard| (socket.ifindex(), heard)));
-            }
-        }
         let now = Instant::now();
         let mut engine = shared.engine();
         let own: BTreeSet<[u8; 6]> = engine.facts.interfaces.values().map(|interface| interface.mac).collect();
+        let heard = receive(&sockets, &own);
         let mut actions = Vec::new();
-        for (interface, heard) in heard {
-            if !own.contains(&heard.mac) {
-                actions.extend(engine.claims.heard(interface, 0, &heard, now));
-            }
+        for (interface, vlan, heard) in &heard {
+            actions.extend(engine.claims.heard(*interface, *vlan, heard, now));
         }
         let up: BTreeMap<u32, [u8; 6]> = engine
             .facts
@@ -277,6 +397,7 @@ fn addresses(shared: &Shared, woken: &UnixStream) {
                 engine.claims.came_up(interface, now);
             }
         }
+        let changed = before != up;
         before.clone_from(&up);
         actions.extend(engine.claims.due(now, |interface| up.contains_key(&interface)));
         let ours = engine.claims.ours();
@@ -286,16 +407,22 @@ fn addresses(shared: &Shared, woken: &UnixStream) {
             answered = ours;
         }
         publish(shared, &engine);
+        let mut frames = ask(&mut engine, &mut asker, &heard, &up, now);
+        let next = engine.claims.next(|interface| up.contains_key(&interface)).into_iter().chain(asker.next()).min();
         timeout =
-            engine.claims.next(|interface| up.contains_key(&interface)).map_or(Duration::from_millis(500), |next| {
-                next.saturating_duration_since(now).clamp(Duration::from_millis(10), Duration::from_millis(500))
-            });
+            next.map_or(PAUSE, |next| next.saturating_duration_since(now).clamp(Duration::from_millis(10), PAUSE));
+        let groups = engine.groups().filter(|wanted| changed || joined.due(wanted, now));
+        let indexes = engine.own_indexes();
         drop(engine);
 
+        // Before the announcement, too: what is asked for next must arrive.
+        if let Some(wanted) = groups {
+            joined.set(wanted, &indexes, now);
+        }
         sockets.retain(|interface, _| up.contains_key(interface));
         for &interface in up.keys() {
             if let std::collections::btree_map::Entry::Vacant(entry) = sockets.entry(interface) {
-                match ArpSocket::new(interface) {
+                match FrameSocket::new(interface) {
                     Ok(socket) => {
                         entry.insert(socket);
                     }
@@ -303,23 +430,30 @@ fn addresses(shared: &Shared, woken: &UnixStream) {
                 }
             }
         }
-        for action in actions {
-            let Place { interface, address, .. } = match action {
-                Action::Probe(place) | Action::Announce(place) => place,
-            };
-            let (Some(socket), Some(&mac)) = (sockets.get(&interface), up.get(&interface)) else { continue };
-            let IpAddr::V4(address) = address else { continue };
-            let frames = match action {
-                Action::Probe(_) => vec![arp::probe(mac, address)],
-                Action::Announce(_) => arp::announcements(mac, address).to_vec(),
-            };
-            for frame in frames {
-                if let Err(error) = socket.send(&frame) {
-                    tracing::debug!("ARP for {address} on interface {interface}: {error}");
-                }
+        frames.extend(actions.into_iter().flat_map(|action| claim_frames(action, &up)));
+        for (place, frame) in frames {
+            let Some(socket) = sockets.get(&place.interface) else { continue };
+            if let Err(error) = socket.send(place.vlan, &frame) {
+                let Place { interface, vlan, address } = place;
+                tracing::debug!(
+                    "ARP or neighbour discovery for {address} on interface {interface}, VLAN {vlan}: {error}"
+                );
             }
         }
     }
+}
+
+/// What to send to find out whether an address is free, or to say that it is ours.
+fn claim_frames(action: Action, up: &BTreeMap<u32, [u8; 6]>) -> Vec<(Place, Vec<u8>)> {
+    let (Action::Probe(place) | Action::Announce(place)) = action;
+    let Some(&mac) = up.get(&place.interface) else { return Vec::new() };
+    let frames = match (action, place.address) {
+        (Action::Probe(_), IpAddr::V4(address)) => vec![arp::probe(mac, address).to_vec()],
+        (Action::Probe(_), IpAddr::V6(address)) => vec![ndisc::probe(mac, address)],
+        (Action::Announce(_), IpAddr::V4(address)) => arp::announcements(mac, address).map(|it| it.to_vec()).to_vec(),
+        (Action::Announce(_), IpAddr::V6(address)) => vec![ndisc::announcement(mac, address)],
+    };
+    frames.into_iter().map(|frame| (place, frame)).collect()
 }
 
 fn publish(shared: &Shared, engine: &Engine) {
@@ -352,6 +486,12 @@ fn publish(shared: &Shared, engine: &Engine) {
     notices.extend(engine.nics.values().filter_map(|nic| {
         let message = nic.warning.clone()?;
         Some(Notice { reason: "GenericMode", service: None, tenant: None, message })
+    }));
+    notices.extend(engine.hidden_tags.values().map(|message| Notice {
+        reason: "HiddenVlanTags",
+        service: None,
+        tenant: None,
+        message: message.clone(),
     }));
     if let Some((_, failures)) = engine.redirects_failed.filter(|(seen, _)| seen.elapsed() < SHOWN) {
         let message = format!(
