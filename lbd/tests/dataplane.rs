@@ -129,11 +129,12 @@ fn plan(vips: u8) -> Plan {
         tenant: u16::from(tenant_side),
         networks: vec![network.parse().unwrap()],
         gateways: if tenant_side { vec!["192.0.2.1".parse().unwrap()] } else { Vec::new() },
+        host_ports: std::collections::BTreeSet::new(),
     };
     let mut plan = Plan::default();
     plan.segments.insert(1, segment("ten0", "192.0.2.0/24", true));
     plan.segments.insert(2, segment("hub0", "10.0.0.0/24", false));
-    plan.tenants.insert(1, TenantPlan { name: "tenant-a".into(), max_flows: 100, ..TenantPlan::default() });
+    plan.tenants.insert(1, TenantPlan { name: "tenant-a".into(), ..TenantPlan::default() });
     let hub = IpAddr::from([10, 0, 0, 2]);
     plan.addresses.insert((2, hub), AddressPlan { snat: Some((1024, 32767)), host: true, ..AddressPlan::default() });
     let node = IpAddr::V4(NODE);
@@ -156,6 +157,8 @@ fn plan(vips: u8) -> Plan {
                 service_uid: String::new(),
                 source_affinity: false,
                 preserve_client: false,
+                adopt: false,
+                timeouts: 0,
                 unserved_drop: false,
                 target_port: 30918,
                 snat: Some(hub),

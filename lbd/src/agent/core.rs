@@ -311,7 +311,7 @@ impl<M: Maps> Core<M> {
 pub(crate) fn leaves_out(notice: &Notice) -> bool {
     matches!(
         notice.reason,
-        "NodePortMissing" | "PortClash" | "PortInvalid" | "ProtocolUnsupported" | "TooManyFrontends" | "UdpUnsupported"
+        "NodePortMissing" | "NoSnatAddress" | "PortClash" | "PortInvalid" | "ProtocolUnsupported" | "TooManyFrontends"
     )
 }
 

@@ -114,6 +114,11 @@ impl PartialEq for Origin {
 impl Eq for Origin {}
 
 impl Origin {
+    /// Whether the file itself has a value at a key path.
+    pub(super) fn knows(&self, path: &str) -> bool {
+        self.positions.contains_key(path)
+    }
+
     /// Where the value of a key path such as `tenants[0].segment.interface` stands; for a value that the file leaves
     /// out, where the innermost object around it starts.
     pub fn position(&self, path: &str) -> Option<Position> {

@@ -14,6 +14,7 @@ use super::AddressRange;
 use super::document::{Key, Node, Value};
 use super::error::{Mistake, Position, quote};
 use super::unsupported::Unsupported;
+use super::validate::impossible;
 
 pub(super) type Result<T> = std::result::Result<T, Mistake>;
 
@@ -283,37 +284,75 @@ impl<'a> Item<'a> {
         Ok(text.to_owned())
     }
 
-    /// An address that a host can have.
+    /// An address that a host can have, and that means the same everywhere.
     pub(super) fn address(&self) -> Result<IpAddr> {
-        let text = self.text("an IPv4 address")?;
+        let text = self.text("an address")?;
         let address = self.parse_address(text)?;
         self.usable(address, text)?;
         Ok(address)
     }
 
+    /// The address of a router: that of IPv6 is link-local, as a rule.
+    pub(super) fn router(&self) -> Result<IpAddr> {
+        let text = self.text("an address")?;
+        let address = self.parse_address(text)?;
+        if !is_link_local(address) {
+            self.usable(address, text)?;
+        }
+        Ok(address)
+    }
+
+    /// One value, or a list with one for each family.
+    pub(super) fn by_family<T>(
+        &self,
+        wanted: &str,
+        read: impl Fn(&Self) -> Result<T>,
+        v6: impl Fn(&T) -> bool,
+    ) -> Result<Vec<T>> {
+        if !matches!(self.node.value, Value::List(_)) {
+            return Ok(vec![read(self)?]);
+        }
+        let items = self.list(wanted)?;
+        if items.is_empty() {
+            return Err(self.wrong(format!("is empty: write {wanted}, or remove it")));
+        }
+        let mut found: Vec<T> = Vec::new();
+        for item in &items {
+            let value = read(item)?;
+            if found.iter().any(|other| v6(other) == v6(&value)) {
+                let family = if v6(&value) { "IPv6" } else { "IPv4" };
+                return Err(item.wrong(format!("is a second one of {family}: write at most one of each family")));
+            }
+            found.push(value);
+        }
+        Ok(found)
+    }
+
     fn parse_address(&self, text: &str) -> Result<IpAddr> {
         let hint = if text.contains('/') {
             "write the address without a prefix length"
-        } else if text.rsplit_once(':').is_some_and(|(address, _)| address.parse::<std::net::Ipv4Addr>().is_ok()) {
+        } else if text.contains('%') {
+            "write the address without a zone"
+        } else if text.parse::<std::net::SocketAddr>().is_ok() {
             "write the address without a port"
+        } else if text.starts_with('[') || text.contains(':') {
+            "write an IPv6 address such as 2001:db8::10, without brackets"
         } else {
             "write four numbers from 0 to 255 with dots, without leading zeros"
         };
-        let address =
-            text.parse::<IpAddr>().map_err(|_| self.wrong(format!("{} is not an address: {hint}", quote(text))))?;
-        if address.is_ipv6() {
-            return Err(self.unsupported(Unsupported::Ipv6));
-        }
-        Ok(address)
+        text.parse::<IpAddr>().map_err(|_| self.wrong(format!("{} is not an address: {hint}", quote(text))))
     }
 
     /// Refuses addresses that no host can have.
     fn usable(&self, address: IpAddr, text: &str) -> Result<()> {
         let what = match address {
             IpAddr::V4(v4) if v4.octets()[0] == 0 => "an address of \"this network\"",
-            IpAddr::V4(v4) if v4.is_loopback() => "a loopback address",
-            IpAddr::V4(v4) if v4.is_multicast() => "a multicast address",
             IpAddr::V4(v4) if v4.octets()[0] >= 240 => "a reserved address",
+            IpAddr::V6(v6) if v6.is_unspecified() => "the unspecified address",
+            IpAddr::V6(v6) if v6.to_ipv4_mapped().is_some() => "an IPv4 address written as one of IPv6",
+            IpAddr::V6(_) if is_link_local(address) => "a link-local address",
+            _ if address.is_loopback() => "a loopback address",
+            _ if address.is_multicast() => "a multicast address",
             IpAddr::V4(_) | IpAddr::V6(_) => return Ok(()),
         };
         Err(self.wrong(format!("{text} is {what}, which cannot stand here: write another one")))
@@ -324,13 +363,12 @@ impl<'a> Item<'a> {
         let text = self.text("an address with its prefix length, such as 192.0.2.10/24")?;
         let net = self.parse_net(text)?;
         self.usable(net.addr(), text)?;
-        if net.prefix_len() < 31 && (net.addr() == net.network() || net.addr() == net.broadcast()) {
-            let what = if net.addr() == net.network() { "network" } else { "broadcast" };
-            return Err(self.wrong(format!(
-                "{text} is the {what} address of its prefix: write the host's own address in the segment"
-            )));
+        match impossible(net.addr(), net) {
+            None => Ok(net),
+            Some(what) => {
+                Err(self.wrong(format!("{text} is {what} its prefix: write the host's own address in the segment")))
+            }
         }
-        Ok(net)
     }
 
     /// A prefix without host bits.
@@ -346,19 +384,23 @@ impl<'a> Item<'a> {
             return Ok(());
         }
         let (prefix, single) = (net.trunc(), net.addr());
-        Err(self
-            .wrong(format!("{text} has bits behind its prefix: write {prefix}, or {single}/32 for the one address")))
+        let longest = net.max_prefix_len();
+        Err(self.wrong(format!(
+            "{text} has bits behind its prefix: write {prefix}, or {single}/{longest} for the one address"
+        )))
     }
 
     fn parse_net(&self, text: &str) -> Result<IpNet> {
-        let net = text.parse::<IpNet>().map_err(|_| {
-            let hint = if text.contains('/') { "write ADDRESS/LENGTH" } else { "write its length too, such as /24" };
+        text.parse::<IpNet>().map_err(|_| {
+            let hint = if text.contains('/') {
+                "write ADDRESS/LENGTH"
+            } else if text.contains(':') {
+                "write its length too, such as /64"
+            } else {
+                "write its length too, such as /24"
+            };
             self.wrong(format!("{} is not a prefix: {hint}", quote(text)))
-        })?;
-        if matches!(net, IpNet::V6(_)) {
-            return Err(self.unsupported(Unsupported::Ipv6));
-        }
-        Ok(net)
+        })
     }
 
     /// A range, a prefix or a single address.
@@ -374,6 +416,9 @@ impl<'a> Item<'a> {
             let address = self.parse_address(text)?;
             AddressRange { first: address, last: address }
         };
+        if range.first.is_ipv4() != range.last.is_ipv4() {
+            return Err(self.wrong(format!("{range} starts in one family and ends in the other: write two ranges")));
+        }
         if range.first > range.last {
             return Err(self.wrong(format!("{range} is backwards: write {}-{}", range.last, range.first)));
         }
@@ -505,6 +550,11 @@ fn distance(one: &str, other: &str) -> usize {
         }
     }
     row[one.len()]
+}
+
+/// Whether the address means something on one link only.
+fn is_link_local(address: IpAddr) -> bool {
+    matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local())
 }
 
 fn alternatives(words: &[&str]) -> String {

@@ -7,7 +7,7 @@ use ipnet::IpNet;
 
 use super::error::Position;
 use super::validate::impossible;
-use super::{Config, Frontend, MssClamp, Tenant, Via};
+use super::{Config, Frontend, MssClamp, SegmentName, Tenant, Via};
 use crate::plan::model::{HostFacts, InterfaceFacts};
 
 /// How bad a [`Problem`] is.
@@ -112,32 +112,57 @@ impl<'a> Check<'a> {
         Some(facts)
     }
 
+    /// The prefixes of the hub's segment.
+    fn hub_prefixes(&self) -> Vec<IpNet> {
+        let facts = self.host.of_segment(&self.config.hub.segment);
+        let local = |net: &&IpNet| matches!(net.addr(), IpAddr::V6(address) if address.is_unicast_link_local());
+        facts.into_iter().flat_map(|(_, facts)| &facts.addresses).filter(|net| !local(net)).copied().collect()
+    }
+
+    /// Whether something of a family is to be served with backends behind the hub.
+    fn serves(&self, v6: bool) -> bool {
+        self.config.tenants.iter().any(|tenant| {
+            tenant.pools.iter().any(|pool| pool.first.is_ipv6() == v6)
+                || tenant
+                    .frontends
+                    .iter()
+                    .any(|frontend| frontend.via == Via::Hub && frontend.vip.is_some_and(|vip| vip.is_ipv6() == v6))
+        })
+    }
+
     fn hub(&mut self) {
         let hub = &self.config.hub;
         let label = format!("hub {}", hub.name);
-        let name = &hub.segment.interface;
-        let Some(facts) = self.interface("hubs[0].interface", &format!("{label}: interface"), name) else {
+        let nic = &hub.segment.interface;
+        if self.interface("hubs[0].interface", &format!("{label}: interface"), nic).is_none() {
             return;
-        };
-        let prefixes = ipv4(&facts.addresses);
-        if prefixes.is_empty() && hub.snat.is_empty() {
-            self.error(
-                "hubs[0].interface",
-                format!(
-                    "{label}: interface: {name} has no IPv4 address that backends could answer to: give it one, or write `snat`"
-                ),
-            );
         }
-        for (index, address) in hub.snat.iter().enumerate() {
-            if !facts.all_addresses.iter().chain(&facts.addresses).any(|net| net.addr() == *address) {
-                self.error(
-                    &format!("hubs[0].snat[{index}]"),
-                    format!(
-                        "{label}: snat[{index}]: {address} is not an address of {name}, so no reply would come back: add it \
-                         (`ip address add {address}/32 dev {name}`), or remove it for the interface's own"
-                    ),
-                );
+        let (name, facts) = match self.host.of_segment(&hub.segment) {
+            Some((name, facts)) => (name.to_owned(), Some(facts)),
+            None => (hub.segment.to_string(), None),
+        };
+        if facts.is_none() {
+            self.no_vlan_interface("hubs[0].vlan", &format!("{label}: vlan"), &hub.segment);
+        }
+        let prefixes = self.hub_prefixes();
+        for (v6, family) in [(false, "IPv4"), (true, "IPv6")] {
+            let of_family = |address: IpAddr| address.is_ipv6() == v6;
+            if !self.serves(v6)
+                || hub.snat.iter().any(|&address| of_family(address))
+                || prefixes.iter().any(|net| of_family(net.addr()))
+            {
+                continue;
             }
+            let message = format!(
+                "{label}: interface: {name} has no {}{family} address that backends could answer to: give it one, or write `snat`",
+                if v6 { "global " } else { "" }
+            );
+            // What is of IPv4 goes on without it; a host without IPv4 has been plugged in wrongly.
+            let severity = if v6 { Severity::Warning } else { Severity::Error };
+            self.say(severity, "hubs[0].interface", message);
+        }
+        for (index, &address) in hub.snat.iter().enumerate() {
+            self.source(&format!("hubs[0].snat[{index}]"), &format!("{label}: snat[{index}]"), address);
         }
         for (index, cidr) in hub.node_cidrs.iter().enumerate() {
             if !prefixes.is_empty()
@@ -154,60 +179,106 @@ impl<'a> Check<'a> {
         }
     }
 
-    fn tenant(&mut self, path: &str, tenant: &Tenant) {
-        let label = format!("tenant {}", tenant.name);
-        let name = &tenant.segment.interface;
-        let interface_path = format!("{path}.segment.interface");
-        let Some(facts) = self.interface(&interface_path, &format!("{label}: segment.interface"), name) else {
+    /// There is no way for the host's own sockets into a VLAN segment.
+    fn no_vlan_interface(&mut self, path: &str, label: &str, segment: &SegmentName) {
+        let SegmentName { interface, vlan } = segment;
+        let id = vlan.unwrap_or_default();
+        self.warning(
+            path,
+            format!(
+                "{label}: the host has no VLAN interface for {segment}: backends there cannot be probed, and count as up: create it \
+                 (`ip link add link {interface} name {segment} type vlan id {id}`) with an address"
+            ),
+        );
+    }
+
+    /// A SNAT address towards the hub: the host's own, or one of the segment that lbd answers for.
+    fn source(&mut self, path: &str, label: &str, address: IpAddr) {
+        let Some((name, facts)) = self.host.of_segment(&self.config.hub.segment) else {
             return;
         };
-        let own: Vec<IpAddr> = facts.all_addresses.iter().chain(&facts.addresses).map(IpNet::addr).collect();
-        let prefixes = match tenant.address {
-            Some(address) => {
-                if !own.contains(&address.addr()) {
-                    self.warning(
-                        &format!("{path}.segment.address"),
-                        format!(
-                            "{label}: segment.address: {name} does not have {address}, which neighbours and probes need: add it \
-                             (`ip address add {address} dev {name}`) or correct it"
-                        ),
-                    );
-                } else if !facts.all_addresses.iter().chain(&facts.addresses).any(|net| *net == address) {
-                    let has =
-                        facts.addresses.iter().chain(&facts.all_addresses).find(|net| net.addr() == address.addr());
-                    self.warning(
-                        &format!("{path}.segment.address"),
-                        format!(
-                            "{label}: segment.address: {address} is {} on {name}: clients between the two would be looked for in the \
-                             wrong place: write the same length here and there",
-                            has.map_or_else(String::new, ToString::to_string)
-                        ),
-                    );
-                }
-                vec![address]
-            }
-            None => ipv4(&facts.addresses),
+        if facts.gateways.contains(&address) {
+            self.error(path, format!("{label}: {address} is the gateway behind {name}: write another address"));
+        } else if !facts.all_addresses.iter().chain(&facts.addresses).any(|net| net.addr() == address)
+            && !facts.addresses.iter().any(|net| impossible(address, *net).is_none())
+        {
+            self.warning(
+                path,
+                format!(
+                    "{label}: {address} is neither an address of {name} nor in its prefixes ({}): replies come back only if the \
+                     nodes have a route to it through this host",
+                    list(&facts.addresses)
+                ),
+            );
+        }
+    }
+
+    fn tenant(&mut self, path: &str, tenant: &Tenant) {
+        let label = format!("tenant {}", tenant.name);
+        let nic = &tenant.segment.interface;
+        let interface_path = format!("{path}.segment.interface");
+        let Some(carrier) = self.interface(&interface_path, &format!("{label}: segment.interface"), nic) else {
+            return;
         };
+        let (name, facts) = match self.host.of_segment(&tenant.segment) {
+            Some((name, facts)) => (name.to_owned(), Some(facts)),
+            None => (tenant.segment.to_string(), None),
+        };
+        if facts.is_none() && tenant.frontends.iter().any(|frontend| frontend.via == Via::Tenant) {
+            self.no_vlan_interface(&format!("{path}.segment.vlan"), &format!("{label}: segment.vlan"), &tenant.segment);
+        }
+        let here = |facts: &'a InterfaceFacts| facts.all_addresses.iter().chain(&facts.addresses);
+        let own: Vec<IpAddr> = facts.into_iter().flat_map(here).map(IpNet::addr).collect();
+        let mut prefixes = tenant.addresses.clone();
+        for &address in tenant.addresses.iter().filter(|_| facts.is_some()) {
+            if !own.contains(&address.addr()) {
+                self.warning(
+                    &format!("{path}.segment.address"),
+                    format!(
+                        "{label}: segment.address: {name} does not have {address}, which neighbours and probes need: add it \
+                         (`ip address add {address} dev {name}`) or correct it"
+                    ),
+                );
+            } else if !facts.into_iter().flat_map(here).any(|net| *net == address) {
+                let has = facts.into_iter().flat_map(here).find(|net| net.addr() == address.addr());
+                self.warning(
+                    &format!("{path}.segment.address"),
+                    format!(
+                        "{label}: segment.address: {address} is {} on {name}: clients between the two would be looked for in the \
+                         wrong place: write the same length here and there",
+                        has.map_or_else(String::new, ToString::to_string)
+                    ),
+                );
+            }
+        }
+        let learnt = facts.into_iter().flat_map(|facts| &facts.addresses);
+        prefixes.extend(learnt.filter(|net| tenant.address(net.addr().is_ipv6()).is_none()));
         if prefixes.is_empty() {
             self.error(
                 &interface_path,
                 format!(
-                    "{label}: segment.interface: {name} has no IPv4 address, so the segment's prefix is not known: give it one, or \
-                     write segment.address"
+                    "{label}: segment.interface: {name} has no address, so the segment's prefix is not known: give it one, or write \
+                     segment.address"
                 ),
             );
             return;
         }
-        if let Some(gateway) = tenant.gateway
-            && !prefixes.iter().any(|prefix| prefix.contains(&gateway))
-        {
-            self.error(
-                &format!("{path}.segment.gateway"),
-                format!(
-                    "{label}: segment.gateway: {gateway} is not in {} of {name}: write a router of the segment",
-                    list(&prefixes)
-                ),
-            );
+        for &gateway in &tenant.gateways {
+            let local = matches!(gateway, IpAddr::V6(v6) if v6.is_unicast_link_local());
+            if !local && !prefixes.iter().any(|prefix| prefix.contains(&gateway)) {
+                self.error(
+                    &format!("{path}.segment.gateway"),
+                    format!(
+                        "{label}: segment.gateway: {gateway} is not in {} of {name}: write a router of the segment",
+                        list(&prefixes)
+                    ),
+                );
+            }
+        }
+        if self.config.origin.knows(&format!("{path}.snat")) {
+            for (index, &address) in tenant.settings.snat.iter().enumerate() {
+                self.source(&format!("{path}.snat[{index}]"), &format!("{label}: snat[{index}]"), address);
+            }
         }
         for (index, pool) in tenant.pools.iter().enumerate() {
             if !prefixes.iter().any(|prefix| prefix.contains(&pool.first) && prefix.contains(&pool.last)) {
@@ -222,10 +293,18 @@ impl<'a> Check<'a> {
             }
         }
         for (index, frontend) in tenant.frontends.iter().enumerate() {
-            self.vip(&format!("{path}.frontends[{index}].vip"), tenant, frontend, facts, &prefixes, &own);
-            self.backends(&format!("{path}.frontends[{index}]"), tenant, frontend);
+            let path = format!("{path}.frontends[{index}]");
+            let gateways = facts.map_or(&[][..], |facts| &facts.gateways);
+            self.vip(&format!("{path}.vip"), tenant, frontend, &name, gateways, &prefixes, &own);
+            self.backends(&path, tenant, frontend);
+            if frontend.via == Via::Hub && self.config.origin.knows(&format!("{path}.snat")) {
+                for (index, &address) in frontend.settings.snat.iter().enumerate() {
+                    let label = format!("{label}: frontend {}: snat[{index}]", frontend.name);
+                    self.source(&format!("{path}.snat[{index}]"), &label, address);
+                }
+            }
         }
-        self.mtu(path, tenant, facts);
+        self.mtu(path, tenant, carrier);
     }
 
     fn vip(
@@ -233,14 +312,14 @@ impl<'a> Check<'a> {
         path: &str,
         tenant: &Tenant,
         frontend: &Frontend,
-        facts: &InterfaceFacts,
+        name: &str,
+        gateways: &[IpAddr],
         prefixes: &[IpNet],
         own: &[IpAddr],
     ) {
         let Some(vip) = frontend.vip else {
             return;
         };
-        let name = &tenant.segment.interface;
         let label = format!("tenant {}: frontend {}: vip: {vip}", tenant.name, frontend.name);
         if own.contains(&vip) {
             self.error(
@@ -250,7 +329,7 @@ impl<'a> Check<'a> {
                      {name}`) or write another one"
                 ),
             );
-        } else if tenant.gateway.is_none() && facts.gateways.contains(&vip) {
+        } else if tenant.gateway(vip.is_ipv6()).is_none() && gateways.contains(&vip) {
             self.error(path, format!("{label} is the gateway behind {name}: write another address"));
         } else {
             match prefixes.iter().find(|prefix| prefix.contains(&vip)) {
@@ -272,12 +351,12 @@ impl<'a> Check<'a> {
 
     fn backends(&mut self, path: &str, tenant: &Tenant, frontend: &Frontend) {
         let segment = if frontend.via == Via::Hub { &self.config.hub.segment } else { &tenant.segment };
-        let Some(facts) = self.host.interfaces.get(&segment.interface) else {
+        let Some((_, facts)) = self.host.of_segment(segment) else {
             return;
         };
-        let mut prefixes = ipv4(&facts.addresses);
+        let mut prefixes = facts.addresses.clone();
         if frontend.via == Via::Tenant {
-            prefixes.extend(tenant.address);
+            prefixes.extend(&tenant.addresses);
         }
         for (index, backend) in frontend.backends.iter().enumerate() {
             let address = backend.address;
@@ -336,10 +415,8 @@ impl<'a> Check<'a> {
     }
 }
 
-fn ipv4(addresses: &[IpNet]) -> Vec<IpNet> {
-    addresses.iter().filter(|net| matches!(net, IpNet::V4(_))).copied().collect()
-}
-
 fn list(prefixes: &[IpNet]) -> String {
-    prefixes.iter().map(|prefix| prefix.trunc().to_string()).collect::<Vec<_>>().join(", ")
+    let mut shown: Vec<String> = prefixes.iter().map(|prefix| prefix.trunc().to_string()).collect();
+    shown.dedup();
+    if shown.is_empty() { "none".to_owned() } else { shown.join(", ") }
 }

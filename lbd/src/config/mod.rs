@@ -13,11 +13,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::fs::File;
 use std::io::Read as _;
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use ipnet::IpNet;
+use serde::{Deserialize, Serialize};
 
 use self::error::Mistake;
 pub use self::error::{ConfigError, Origin, Position};
@@ -31,6 +32,8 @@ pub struct Config {
     pub hub: Hub,
     /// Tenants in file order.
     pub tenants: Vec<Tenant>,
+    /// Timeouts at `defaults`: of every flow whose frontend says nothing else.
+    pub timeouts: Timeouts,
     /// Datapath settings.
     pub datapath: Datapath,
     /// Annotations (besides our own) whose value is a requested address.
@@ -118,10 +121,43 @@ impl Tenant {
         self.frontends.iter().find(|frontend| frontend.name == name)
     }
 
+    /// The host's address and prefix in the segment, of a family, if the file says it.
+    pub fn address(&self, v6: bool) -> Option<IpNet> {
+        self.addresses.iter().copied().find(|net| net.addr().is_ipv6() == v6)
+    }
+
+    /// The gateway of a family, if the file says it.
+    pub fn gateway(&self, v6: bool) -> Option<IpAddr> {
+        self.gateways.iter().copied().find(|gateway| gateway.is_ipv6() == v6)
+    }
+
     /// Whether the address is in a pool and not to be avoided.
     pub fn may_hand_out(&self, address: IpAddr) -> bool {
         self.pools.iter().any(|range| range.contains(address))
             && !self.avoid.iter().any(|range| range.contains(address))
+    }
+
+    /// What may be handed out of these ranges, in order. Lazy: a range may hold a /64, and what is avoided of it is passed over at once.
+    pub fn candidates<'a>(&'a self, ranges: &'a [AddressRange]) -> impl Iterator<Item = IpAddr> + 'a {
+        ranges.iter().flat_map(move |range| {
+            let mut next = Some(range.first);
+            std::iter::from_fn(move || {
+                let mut address = next.filter(|address| range.contains(*address))?;
+                while let Some(avoided) = self.avoid.iter().find(|avoided| avoided.contains(address)) {
+                    address = following(avoided.last).filter(|address| range.contains(*address))?;
+                }
+                next = following(address);
+                Some(address)
+            })
+        })
+    }
+}
+
+/// The next address of the family.
+pub fn following(address: IpAddr) -> Option<IpAddr> {
+    match address {
+        IpAddr::V4(address) => address.to_bits().checked_add(1).map(|bits| Ipv4Addr::from_bits(bits).into()),
+        IpAddr::V6(address) => address.to_bits().checked_add(1).map(|bits| Ipv6Addr::from_bits(bits).into()),
     }
 }
 
@@ -150,7 +186,7 @@ pub struct Hub {
     pub name: String,
     /// Where the nodes live.
     pub segment: SegmentName,
-    /// SNAT addresses; empty = the interface's primary address.
+    /// SNAT addresses of both families; none of a family = the interface's primary address.
     pub snat: Vec<IpAddr>,
     /// SNAT ports, first and last.
     pub snat_ports: (u16, u16),
@@ -176,10 +212,10 @@ pub struct Tenant {
     pub name: String,
     /// Where its clients are.
     pub segment: SegmentName,
-    /// The host's address and prefix in the segment; `None` = learnt from the interface.
-    pub address: Option<IpNet>,
-    /// Gateway to off-link clients; `None` = learnt from the routing table.
-    pub gateway: Option<IpAddr>,
+    /// The host's addresses and prefixes in the segment, at most one per family; empty = learnt from the interface.
+    pub addresses: Vec<IpNet>,
+    /// Gateways to off-link clients, at most one per family; what is missing is learnt from the routing table.
+    pub gateways: Vec<IpAddr>,
     /// VIP pools: inclusive ranges.
     pub pools: Vec<AddressRange>,
     /// Addresses in the pools that are never handed out.
@@ -270,9 +306,11 @@ pub struct Guest {
 /// A tenant's limits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Limits {
-    /// Live flows; `None` = half of the table.
+    /// Live flows in each family; `None` = half of the family's table.
     pub flows: Option<u32>,
-    /// New connections per second.
+    /// Live UDP flows in each family; `None` = a quarter of the flows.
+    pub udp_flows: Option<u32>,
+    /// New connections per second, both families.
     pub new_flows_per_second: Option<u32>,
 }
 
@@ -400,7 +438,8 @@ pub struct FrontendSettings {
     pub ip_mode: Option<IpMode>,
     /// Whether flows without state may be adopted.
     pub adopt: Adopt,
-    /// SNAT addresses other than the hub's.
+    /// SNAT addresses other than the hub's, in the segment where the backends live; none of a family = the hub's, or with `via: tenant` the
+    /// host's own.
     pub snat: Vec<IpAddr>,
     /// Who may connect; empty = everybody.
     pub source_ranges: Vec<IpNet>,
@@ -517,7 +556,7 @@ pub enum ProbePort {
 }
 
 /// Timeouts of flows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Timeouts {
     /// Established TCP; at least 2 h 4 min (RFC 5382 REQ-5).
     pub tcp_established: Duration,

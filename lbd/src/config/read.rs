@@ -2,7 +2,7 @@
 //! [`super::validate`].
 
 use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
@@ -65,20 +65,21 @@ fn read(root: &Item<'_>) -> Result<Config> {
         "metrics",
     ])?;
     let hub = hub(&file)?;
-    let (defaults, timeouts) = match file.get("defaults") {
-        Some(item) => defaults(&item)?,
-        None => (Settings::default(), default_timeouts()),
+    let defaults = match file.get("defaults") {
+        Some(item) => inherit(&item.object(&SETTINGS)?, &Settings::default())?,
+        None => Settings::default(),
     };
-    defaults.finish(timeouts)?;
+    let timeouts = defaults.finish()?.timeouts;
     let tenants = file.required("tenants", "a list of tenants")?;
     let items = tenants.list("tenants")?;
     if items.is_empty() {
         return Err(tenants.wrong("is empty: write at least one tenant"));
     }
-    let tenants = items.iter().map(|item| tenant(item, &defaults, timeouts)).collect::<Result<_>>()?;
+    let tenants = items.iter().map(|item| tenant(item, &defaults)).collect::<Result<_>>()?;
     Ok(Config {
         hub,
         tenants,
+        timeouts,
         datapath: datapath(&file)?,
         address_annotations: address_annotations(&file)?,
         state_dir: path(&file, "state_dir", "/var/lib/lbd")?,
@@ -124,23 +125,10 @@ fn hub(file: &Object<'_>) -> Result<Hub> {
         interface: hub.required("interface", "the interface that the nodes are behind")?.interface()?,
         vlan: vlan(&hub)?,
     };
-    let mut snat = Vec::new();
-    if let Some(list) = hub.get("snat") {
-        for item in list.list("addresses")? {
-            let address = item.address()?;
-            if snat.contains(&address) {
-                return Err(item.wrong(format!("{address} is there twice: remove one")));
-            }
-            if !snat.is_empty() {
-                return Err(item.unsupported(Unsupported::ManySnat));
-            }
-            snat.push(address);
-        }
-    }
     Ok(Hub {
         name: hub.required("name", "a name for the hub")?.name()?,
         segment,
-        snat,
+        snat: hub.get("snat").map_or(Ok(Vec::new()), |list| snat(&list))?,
         snat_ports: hub.get("snat_ports").map_or(Ok((1024, 32_767)), |item| item.port_range(1024))?,
         node_cidrs: match hub.get("node_cidrs") {
             Some(list) => list.list("prefixes")?.iter().map(Item::cidr).collect::<Result<_>>()?,
@@ -148,6 +136,18 @@ fn hub(file: &Object<'_>) -> Result<Hub> {
         },
         kubernetes: hub.get("kubernetes").map(|item| kubernetes(&item)).transpose()?,
     })
+}
+
+fn snat(list: &Item<'_>) -> Result<Vec<IpAddr>> {
+    let mut addresses = Vec::new();
+    for item in list.list("addresses")? {
+        let address = item.address()?;
+        if addresses.contains(&address) {
+            return Err(item.wrong(format!("{address} is there twice: remove one")));
+        }
+        addresses.push(address);
+    }
+    Ok(addresses)
 }
 
 fn kubernetes(item: &Item<'_>) -> Result<Kubernetes> {
@@ -159,14 +159,10 @@ fn kubernetes(item: &Item<'_>) -> Result<Kubernetes> {
 }
 
 fn vlan(object: &Object<'_>) -> Result<Option<u16>> {
-    let Some(item) = object.get("vlan") else {
-        return Ok(None);
-    };
-    item.number(1..=4094)?;
-    Err(item.unsupported(Unsupported::Vlan))
+    object.get("vlan").map(|item| item.number(1..=4094).map(|id| id as u16)).transpose()
 }
 
-fn tenant(item: &Item<'_>, defaults: &Settings, timeouts: Timeouts) -> Result<Tenant> {
+fn tenant(item: &Item<'_>, defaults: &Settings) -> Result<Tenant> {
     let mut known = vec!["name", "segment", "pools", "avoid", "claim", "limits", "host_access", "frontends"];
     known.extend(SETTINGS);
     let tenant = item.named_object("tenant", &known)?;
@@ -181,8 +177,16 @@ fn tenant(item: &Item<'_>, defaults: &Settings, timeouts: Timeouts) -> Result<Te
         interface: segment.required("interface", "the interface that the tenant's clients are behind")?.interface()?,
         vlan: vlan(&segment)?,
     };
-    let address = segment.get("address").map(|item| item.address_with_prefix()).transpose()?;
-    let gateway = segment.get("gateway").map(|item| item.address()).transpose()?;
+    let addresses = match segment.get("address") {
+        Some(item) => {
+            item.by_family("an address of each family", Item::address_with_prefix, |net| net.addr().is_ipv6())?
+        }
+        None => Vec::new(),
+    };
+    let gateways = match segment.get("gateway") {
+        Some(item) => item.by_family("a gateway of each family", Item::router, IpAddr::is_ipv6)?,
+        None => Vec::new(),
+    };
     let (pools, avoid) = (ranges("pools")?, ranges("avoid")?);
     let claims = match tenant.get("claim") {
         Some(list) => list.list("claims")?.iter().map(claim).collect::<Result<_>>()?,
@@ -190,25 +194,25 @@ fn tenant(item: &Item<'_>, defaults: &Settings, timeouts: Timeouts) -> Result<Te
     };
     let limits = tenant.get("limits").map_or(Ok(Limits::default()), |item| limits(&item))?;
     let host_access = tenant.get("host_access").map_or(Ok(HostAccess::Own), |item| host_access(&item))?;
-    let settings = settings(&tenant, defaults)?;
+    let settings = inherit(&tenant, defaults)?;
     let mut frontends = Vec::new();
     if let Some(list) = tenant.get("frontends") {
         for item in list.list("frontends")? {
-            frontends.push(frontend(&item, &settings, timeouts)?);
+            frontends.push(frontend(&item, &settings)?);
         }
     }
     Ok(Tenant {
         name,
         segment: segment_name,
-        address,
-        gateway,
+        addresses,
+        gateways,
         pools,
         avoid,
         claims,
         limits,
         host_access,
         frontends,
-        settings: settings.finish(timeouts)?,
+        settings: settings.finish()?,
     })
 }
 
@@ -248,9 +252,10 @@ fn claim(item: &Item<'_>) -> Result<Claim> {
 }
 
 fn limits(item: &Item<'_>) -> Result<Limits> {
-    let limits = item.object(&["flows", "new_flows_per_second"])?;
+    let limits = item.object(&["flows", "udp_flows", "new_flows_per_second"])?;
     Ok(Limits {
         flows: limits.get("flows").map(|item| item.number(1..=*MAX_FLOWS.end())).transpose()?,
+        udp_flows: limits.get("udp_flows").map(|item| item.number(1..=*MAX_FLOWS.end())).transpose()?,
         new_flows_per_second: limits
             .get("new_flows_per_second")
             .map(|item| item.number(1..=100_000_000))
@@ -267,21 +272,23 @@ fn host_access(item: &Item<'_>) -> Result<HostAccess> {
     if items.is_empty() {
         return Err(item.wrong("is empty: write none to let nothing in, or own for everything"));
     }
+    let (mut ports, mut icmp) = (BTreeSet::new(), false);
     for item in &items {
-        if item.text("a port or icmp")? != "icmp" {
-            item.port().map_err(|_| {
-                item.wrong(format!(
-                    "{} is neither a port nor icmp: write one of them",
-                    quote(item.scalar().unwrap_or_default())
-                ))
-            })?;
-            return Err(item.unsupported(Unsupported::HostAccessPorts));
+        if item.text("a port or icmp")? == "icmp" {
+            icmp = true;
+            continue;
         }
+        ports.insert(item.port().map_err(|_| {
+            item.wrong(format!(
+                "{} is neither a port nor icmp: write one of them",
+                quote(item.scalar().unwrap_or_default())
+            ))
+        })?);
     }
-    Ok(HostAccess::Only { ports: Vec::new(), icmp: true })
+    Ok(HostAccess::Only { ports: ports.into_iter().collect(), icmp })
 }
 
-fn frontend(item: &Item<'_>, outer: &Settings, timeouts: Timeouts) -> Result<Frontend> {
+fn frontend(item: &Item<'_>, outer: &Settings) -> Result<Frontend> {
     let mut known = vec!["name", "service", "vip", "ports", "backends", "via", "mode"];
     known.extend(SETTINGS);
     let frontend = item.named_object("frontend", &known)?;
@@ -336,7 +343,11 @@ fn frontend(item: &Item<'_>, outer: &Settings, timeouts: Timeouts) -> Result<Fro
         }
         None => None,
     };
-    let settings = settings(&frontend, outer)?;
+    let mut settings = inherit(&frontend, outer)?;
+    if via == Via::Tenant && frontend.get("snat").is_none() {
+        // Those around it are of the hub's segment.
+        settings.snat.clear();
+    }
     if service.is_none()
         && let Some((ProbePort::Name(port), _)) = &settings.probe.port
     {
@@ -349,7 +360,7 @@ fn frontend(item: &Item<'_>, outer: &Settings, timeouts: Timeouts) -> Result<Fro
             None => frontend.wrong(message),
         });
     }
-    Ok(Frontend { name, service, vip, ports, backends, via, mode, settings: settings.finish(timeouts)? })
+    Ok(Frontend { name, service, vip, ports, backends, via, mode, settings: settings.finish()? })
 }
 
 fn ports(frontend: &Object<'_>, of_service: bool) -> Result<Vec<FrontendPort>> {
@@ -381,12 +392,12 @@ fn port(item: &Item<'_>, of_service: bool) -> Result<FrontendPort> {
         return Ok(FrontendPort { port: item.port()?, target: None, protocol: Protocol::Tcp });
     }
     let port = item.object(&["port", "target", "protocol"])?;
-    if let Some(item) = port.get("protocol") {
-        match item.choice(&[("TCP", None), ("UDP", Some(Unsupported::Udp)), ("SCTP", Some(Unsupported::Sctp))])? {
-            None => {}
-            Some(what) => return Err(item.unsupported(what)),
-        }
-    }
+    let protocol = match port.get("protocol") {
+        Some(item) => item
+            .choice(&[("TCP", Some(Protocol::Tcp)), ("UDP", Some(Protocol::Udp)), ("SCTP", None)])?
+            .ok_or_else(|| item.unsupported(Unsupported::Sctp))?,
+        None => Protocol::Tcp,
+    };
     let target = match port.get("target") {
         Some(item) if of_service => {
             return Err(item.wrong("is the Service's NodePort, which lbd follows: remove it"));
@@ -394,11 +405,7 @@ fn port(item: &Item<'_>, of_service: bool) -> Result<FrontendPort> {
         Some(item) => Some(item.port()?),
         None => None,
     };
-    Ok(FrontendPort {
-        port: port.required("port", "the port that clients connect to")?.port()?,
-        target,
-        protocol: Protocol::Tcp,
-    })
+    Ok(FrontendPort { port: port.required("port", "the port that clients connect to")?.port()?, target, protocol })
 }
 
 fn backends(list: &Item<'_>) -> Result<Vec<StaticBackend>> {
@@ -416,11 +423,11 @@ fn backends(list: &Item<'_>) -> Result<Vec<StaticBackend>> {
                 weight: backend.get("weight").map_or(Ok(1), |item| item.number(0..=100))? as u16,
             }
         } else {
-            if let Some((address, port)) = item.scalar().and_then(|text| text.rsplit_once(':'))
-                && address.parse::<std::net::Ipv4Addr>().is_ok()
-            {
+            if let Some(socket) = item.scalar().and_then(|text| text.parse::<SocketAddr>().ok()) {
                 return Err(item.wrong(format!(
-                    "{address}:{port} is not an address: write {{ address: {address}, port: {port} }}, or `target` at the port"
+                    "{socket} is not an address: write {{ address: {}, port: {} }}, or `target` at the port",
+                    socket.ip(),
+                    socket.port()
                 )));
             }
             StaticBackend { address: item.address()?, port: None, weight: 1 }
@@ -448,6 +455,7 @@ struct Settings {
     snat: Vec<IpAddr>,
     source_ranges: Vec<IpNet>,
     probe: ProbeSettings,
+    timeouts: Option<Timeouts>,
 }
 
 /// Parts of a probe as they are merged, some with what to say when they do not go together.
@@ -474,31 +482,14 @@ struct Place {
     label: String,
 }
 
-fn defaults(item: &Item<'_>) -> Result<(Settings, Timeouts)> {
-    let object = item.object(&SETTINGS)?;
-    let timeouts = object.get("timeouts").map_or(Ok(default_timeouts()), |item| timeouts(&item))?;
-    Ok((inherit(&object, &Settings::default())?, timeouts))
-}
-
-/// Settings of a tenant or frontend over those around it.
-fn settings(object: &Object<'_>, outer: &Settings) -> Result<Settings> {
-    if let Some(item) = object.get("timeouts") {
-        timeouts(&item)?;
-        return Err(item.unsupported(Unsupported::InnerTimeouts));
-    }
-    inherit(object, outer)
-}
-
+/// Settings of the defaults, a tenant or a frontend over those around it.
 fn inherit(object: &Object<'_>, outer: &Settings) -> Result<Settings> {
     let mut settings = outer.clone();
     if let Some(item) = object.get("affinity") {
         settings.affinity = Some(item.choice(&[("flow", Affinity::Flow), ("source", Affinity::Source)])?);
     }
     if let Some(item) = object.get("preserve_client") {
-        if item.truth()? {
-            return Err(item.unsupported(Unsupported::PreserveClient));
-        }
-        settings.preserve_client = Some(false);
+        settings.preserve_client = Some(item.truth()?);
     }
     if let Some(item) = object.get("unserved") {
         settings.unserved = Some(item.choice(&[("reject", Unserved::Reject), ("drop", Unserved::Drop)])?);
@@ -513,16 +504,16 @@ fn inherit(object: &Object<'_>, outer: &Settings) -> Result<Settings> {
         settings.ip_mode = Some(item.choice(&[("VIP", IpMode::Vip), ("Proxy", IpMode::Proxy)])?);
     }
     if let Some(item) = object.get("adopt") {
-        if item.choice(&[("never", Adopt::Never), ("takeover", Adopt::Takeover)])? == Adopt::Takeover {
-            return Err(item.unsupported(Unsupported::Takeover));
-        }
-        settings.adopt = Some(Adopt::Never);
+        settings.adopt = Some(item.choice(&[("never", Adopt::Never), ("takeover", Adopt::Takeover)])?);
     }
     if let Some(item) = object.get("snat") {
-        let addresses = item.list("addresses")?;
-        addresses.iter().map(Item::address).collect::<Result<Vec<_>>>()?;
-        if !addresses.is_empty() {
-            return Err(item.unsupported(Unsupported::Snat));
+        settings.snat = snat(&item)?;
+        if object.get("preserve_client").is_some()
+            && settings.preserve_client == Some(true)
+            && !settings.snat.is_empty()
+        {
+            return Err(item
+                .wrong("has no meaning with `preserve_client: true`, which leaves the client's address: remove one"));
         }
     }
     if let Some(item) = object.get("source_ranges") {
@@ -531,6 +522,9 @@ fn inherit(object: &Object<'_>, outer: &Settings) -> Result<Settings> {
         if !ranges.is_empty() {
             return Err(item.unsupported(Unsupported::SourceRanges));
         }
+    }
+    if let Some(item) = object.get("timeouts") {
+        settings.timeouts = Some(timeouts(&item, settings.timeouts.unwrap_or_else(default_timeouts))?);
     }
     if let Some(item) = object.get("health") {
         settings.probe = probe(&item, &settings.probe)?;
@@ -626,10 +620,11 @@ fn default_timeouts() -> Timeouts {
     }
 }
 
-fn timeouts(item: &Item<'_>) -> Result<Timeouts> {
+/// What is written, over what holds outside.
+fn timeouts(item: &Item<'_>, outer: Timeouts) -> Result<Timeouts> {
     let object =
         item.object(&["tcp_established", "tcp_half_open", "tcp_fin", "tcp_reset", "udp_unreplied", "udp_replied"])?;
-    let mut timeouts = default_timeouts();
+    let mut timeouts = outer;
     if let Some(item) = object.get("tcp_established") {
         timeouts.tcp_established = item.duration(Duration::ZERO..=Duration::MAX)?;
         if timeouts.tcp_established < *ESTABLISHED.start() {
@@ -644,16 +639,12 @@ fn timeouts(item: &Item<'_>) -> Result<Timeouts> {
         ("tcp_half_open", &mut timeouts.tcp_half_open),
         ("tcp_fin", &mut timeouts.tcp_fin),
         ("tcp_reset", &mut timeouts.tcp_reset),
+        ("udp_unreplied", &mut timeouts.udp_unreplied),
+        ("udp_replied", &mut timeouts.udp_replied),
     ];
     for (key, timeout) in transient {
         if let Some(item) = object.get(key) {
             *timeout = item.duration(TRANSIENT)?;
-        }
-    }
-    for key in ["udp_unreplied", "udp_replied"] {
-        if let Some(item) = object.get(key) {
-            item.duration(TRANSIENT)?;
-            return Err(item.unsupported(Unsupported::UdpTimeouts));
         }
     }
     Ok(timeouts)
@@ -661,7 +652,7 @@ fn timeouts(item: &Item<'_>) -> Result<Timeouts> {
 
 impl Settings {
     /// Fills in what has not been written anywhere, and checks what has been merged.
-    fn finish(&self, timeouts: Timeouts) -> Result<FrontendSettings> {
+    fn finish(&self) -> Result<FrontendSettings> {
         let probe = &self.probe;
         let interval = probe.interval.unwrap_or(Duration::from_secs(1));
         let timeout = probe.timeout.unwrap_or(interval.min(Duration::from_secs(1)));
@@ -703,7 +694,7 @@ impl Settings {
                 rise: probe.rise.unwrap_or(2),
                 fast_interval,
             },
-            timeouts,
+            timeouts: self.timeouts.unwrap_or_else(default_timeouts),
         })
     }
 }

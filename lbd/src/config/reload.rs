@@ -8,7 +8,17 @@ use super::Config;
 /// `datapath.max_flows_v6`, `datapath.bpffs`) need other maps.
 pub fn changes_needing_restart(old: &Config, new: &Config) -> Vec<String> {
     // All fields are named, so that a new one must be thought about here.
-    let Config { hub, tenants: _, datapath, address_annotations: _, state_dir, socket, metrics, origin: _ } = new;
+    let Config {
+        hub,
+        tenants: _,
+        timeouts: _,
+        datapath,
+        address_annotations: _,
+        state_dir,
+        socket,
+        metrics,
+        origin: _,
+    } = new;
     let changed = [
         ("hubs[0].interface", hub.segment.interface != old.hub.segment.interface),
         ("hubs[0].vlan", hub.segment.vlan != old.hub.segment.vlan),

@@ -1,12 +1,12 @@
 //! What the objects of a file say about each other.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::IpAddr;
 
 use ipnet::IpNet;
 
 use super::error::{Mistake, Position};
-use super::{AddressRange, Claim, Config, Frontend, HostAccess, SegmentName, Tenant, Via};
+use super::{AddressRange, Claim, Config, Frontend, FrontendSettings, HostAccess, SegmentName, Tenant, Via, following};
 
 type Result<T> = std::result::Result<T, Mistake>;
 
@@ -22,6 +22,7 @@ pub(super) fn validate(config: &mut Config) -> Result<()> {
     checks.ports()?;
     checks.services()?;
     checks.backends()?;
+    checks.snat()?;
     checks.claims()?;
     avoid_impossible(config);
     let checks = Checks { config };
@@ -121,7 +122,7 @@ impl<'a> Checks<'a> {
     }
 
     fn segments(&self) -> Result<()> {
-        let mut gateways: BTreeMap<&SegmentName, (IpAddr, Position)> = BTreeMap::new();
+        let mut gateways: BTreeMap<(&SegmentName, bool), (IpAddr, Position)> = BTreeMap::new();
         let mut access: BTreeMap<&SegmentName, (&HostAccess, &str)> = BTreeMap::new();
         for (path, tenant) in self.tenants() {
             let (other, first) = *access.entry(&tenant.segment).or_insert((&tenant.host_access, &tenant.name));
@@ -135,28 +136,33 @@ impl<'a> Checks<'a> {
                     ),
                 );
             }
-            let Some(gateway) = tenant.gateway else {
-                continue;
-            };
-            let path = format!("{path}.segment.gateway");
-            let wrong = |message: String| {
-                self.mistake(&path, format!("tenant {}: segment.gateway: {gateway} {message}", tenant.name))
-            };
-            if let Some(address) = tenant.address {
-                if address.addr() == gateway {
-                    return wrong("is the host's own address: write the router's".to_owned());
+            for (index, &gateway) in tenant.gateways.iter().enumerate() {
+                let mut path = format!("{path}.segment.gateway");
+                if self.config.origin.knows(&format!("{path}[{index}]")) {
+                    path = format!("{path}[{index}]");
                 }
-                if let Some(what) = impossible(gateway, address) {
-                    return wrong(format!("is {what} {}: write the router's address", address.trunc()));
+                let wrong = |message: String| {
+                    self.mistake(&path, format!("tenant {}: segment.gateway: {gateway} {message}", tenant.name))
+                };
+                // A link-local address is on the link whatever the prefix.
+                let local = matches!(gateway, IpAddr::V6(v6) if v6.is_unicast_link_local());
+                if let Some(address) = tenant.address(gateway.is_ipv6()).filter(|_| !local) {
+                    if address.addr() == gateway {
+                        return wrong("is the host's own address: write the router's".to_owned());
+                    }
+                    if let Some(what) = impossible(gateway, address) {
+                        return wrong(format!("is {what} {}: write the router's address", address.trunc()));
+                    }
                 }
-            }
-            let position = self.position(&path);
-            let (other, first) = *gateways.entry(&tenant.segment).or_insert((gateway, position));
-            if other != gateway {
-                return wrong(format!(
-                    "is not the gateway {other} that the same segment has at {first}: write one gateway for {}",
-                    tenant.segment
-                ));
+                let position = self.position(&path);
+                let (other, first) =
+                    *gateways.entry((&tenant.segment, gateway.is_ipv6())).or_insert((gateway, position));
+                if other != gateway {
+                    return wrong(format!(
+                        "is not the gateway {other} that the same segment has at {first}: write one gateway for {}",
+                        tenant.segment
+                    ));
+                }
             }
         }
         Ok(())
@@ -175,6 +181,30 @@ impl<'a> Checks<'a> {
                     ),
                 );
             }
+            if let (Some(flows), Some(udp)) = (tenant.limits.flows, tenant.limits.udp_flows)
+                && udp > flows
+            {
+                return self.mistake(
+                    &format!("{path}.limits.udp_flows"),
+                    format!(
+                        "tenant {}: limits.udp_flows: {udp} is more than limits.flows {flows}, which counts them too: write less",
+                        tenant.name
+                    ),
+                );
+            }
+            let v6 = tenant.pools.iter().position(|pool| pool.first.is_ipv6());
+            let vip = tenant.frontends.iter().position(|frontend| frontend.vip.is_some_and(|vip| vip.is_ipv6()));
+            let at = v6.map(|index| format!("pools[{index}]")).or(vip.map(|index| format!("frontends[{index}].vip")));
+            if let Some(at) = at.filter(|_| self.config.datapath.max_flows_v6 == 0) {
+                return self.mistake(
+                    &format!("{path}.{at}"),
+                    format!(
+                        "tenant {}: {at}: datapath.max_flows_v6 is 0, so there is no room for IPv6 connections: raise it, or remove \
+                         the IPv6 addresses",
+                        tenant.name
+                    ),
+                );
+            }
         }
         Ok(())
     }
@@ -187,7 +217,7 @@ impl<'a> Checks<'a> {
                 let wrong = |message: String| {
                     self.mistake(&path, format!("tenant {}: pools[{index}]: {pool} {message}", tenant.name))
                 };
-                if let Some(prefix) = tenant.address
+                if let Some(prefix) = tenant.address(pool.first.is_ipv6())
                     && !(prefix.contains(&pool.first) && prefix.contains(&pool.last))
                 {
                     return wrong(format!(
@@ -213,6 +243,7 @@ impl<'a> Checks<'a> {
     }
 
     fn vips(&self) -> Result<()> {
+        let sources = sources(self.config);
         let mut owners: BTreeMap<(&SegmentName, IpAddr), (&str, Position)> = BTreeMap::new();
         for (path, tenant, frontend) in self.frontends() {
             let path = format!("{path}.vip");
@@ -231,7 +262,7 @@ impl<'a> Checks<'a> {
             let wrong = |message: String| {
                 self.mistake(&path, format!("tenant {}: frontend {}: vip: {vip} {message}", tenant.name, frontend.name))
             };
-            if let Some(prefix) = tenant.address {
+            if let Some(prefix) = tenant.address(vip.is_ipv6()) {
                 if prefix.addr() == vip {
                     return wrong("is the host's own address in the segment: write another one".to_owned());
                 }
@@ -239,11 +270,14 @@ impl<'a> Checks<'a> {
                     return wrong(format!("is {what} {}: write another address of the segment", prefix.trunc()));
                 }
             }
-            if tenant.gateway == Some(vip) {
+            if tenant.gateways.contains(&vip) {
                 return wrong("is the segment's gateway: write another address".to_owned());
             }
             if self.config.hub.segment == tenant.segment && self.config.hub.snat.contains(&vip) {
                 return wrong("is the hub's SNAT address, on the same segment: write another one".to_owned());
+            }
+            if sources.contains(&(tenant.segment.clone(), vip)) {
+                return wrong("is a SNAT address (`snat`) in the same segment: write another one".to_owned());
             }
             if tenant.avoid.iter().any(|range| range.contains(vip)) {
                 return wrong(
@@ -332,6 +366,7 @@ impl<'a> Checks<'a> {
 
     fn backends(&self) -> Result<()> {
         let hub = &self.config.hub;
+        let sources = sources(self.config);
         let vips: BTreeMap<(&SegmentName, IpAddr), (&Tenant, &Frontend)> = self
             .frontends()
             .filter_map(|(_, tenant, frontend)| Some(((&tenant.segment, frontend.vip?), (tenant, frontend))))
@@ -349,6 +384,12 @@ impl<'a> Checks<'a> {
                         ),
                     )
                 };
+                if let Some(vip) = frontend.vip.filter(|vip| vip.is_ipv6() != address.is_ipv6()) {
+                    return wrong(format!(
+                        "is not of the family of the vip {vip}, and lbd does not translate between families: write one frontend for \
+                         each family"
+                    ));
+                }
                 if let Some((_, other)) = vips.get(&(segment, address)) {
                     return wrong(format!("is the VIP of frontend {}: write the address of a server", other.name));
                 }
@@ -357,8 +398,13 @@ impl<'a> Checks<'a> {
                         "is the hub's SNAT address, which is this host's: write the address of a server".to_owned(),
                     );
                 }
+                if sources.contains(&(segment.clone(), address)) {
+                    return wrong(
+                        "is a SNAT address (`snat`), which is this host's: write the address of a server".to_owned(),
+                    );
+                }
                 for other in self.config.tenants.iter().filter(|other| other.segment == *segment) {
-                    if let Some(prefix) = other.address {
+                    if let Some(prefix) = other.address(address.is_ipv6()) {
                         if prefix.addr() == address {
                             return wrong("is this host's own address: write the address of a server".to_owned());
                         }
@@ -372,6 +418,47 @@ impl<'a> Checks<'a> {
                         return wrong(format!(
                             "is in a pool of tenant {} and could become a VIP: add it to the tenant's `avoid`, or make the pool smaller",
                             other.name
+                        ));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// SNAT addresses of tenants and frontends, as far as the file knows their segments.
+    fn snat(&self) -> Result<()> {
+        let defaults = || ("defaults.snat".to_owned(), "defaults: snat".to_owned());
+        let hub = &self.config.hub.segment;
+        let mut all = Vec::new();
+        for (path, tenant) in self.tenants() {
+            let known = |(path, _): &(String, String)| self.config.origin.knows(path);
+            let label = format!("tenant {}: ", tenant.name);
+            let outer = Some((format!("{path}.snat"), format!("{label}snat"))).filter(known).unwrap_or_else(defaults);
+            all.push((outer.clone(), hub, &tenant.settings));
+            for (index, frontend) in tenant.frontends.iter().enumerate() {
+                let segment = if frontend.via == Via::Hub { hub } else { &tenant.segment };
+                let label = format!("{label}frontend {}: snat", frontend.name);
+                let inner = Some((format!("{path}.frontends[{index}].snat"), label)).filter(known);
+                all.push((inner.unwrap_or_else(|| outer.clone()), segment, &frontend.settings));
+            }
+        }
+        for ((path, label), segment, settings) in all {
+            for (index, &address) in settings.snat.iter().enumerate() {
+                let wrong = |message: String| {
+                    let text = format!("{label}[{index}]: {address} {message}");
+                    self.mistake(&format!("{path}[{index}]"), text)
+                };
+                for tenant in self.config.tenants.iter().filter(|tenant| tenant.segment == *segment) {
+                    if tenant.gateways.contains(&address) {
+                        return wrong(format!("is the gateway of {segment}: write an address that nobody has"));
+                    }
+                    if let Some(prefix) = tenant.address(address.is_ipv6())
+                        && let Some(what) = impossible(address, prefix)
+                    {
+                        return wrong(format!(
+                            "is {what} {} on {segment}, where the backends are: write an address of that segment",
+                            prefix.trunc()
                         ));
                     }
                 }
@@ -442,11 +529,11 @@ pub(super) fn impossible(address: IpAddr, prefix: IpNet) -> Option<&'static str>
     if !prefix.contains(&address) {
         Some("outside the segment's prefix")
     } else if prefix.prefix_len() + 1 >= prefix.max_prefix_len() {
-        // RFC 3021: both addresses of a /31 are hosts.
+        // RFC 3021, RFC 6164: both addresses of a /31 or /127 are hosts.
         None
     } else if address == prefix.network() {
-        Some("the network address of")
-    } else if prefix.addr().is_ipv4() && address == prefix.broadcast() {
+        Some(if address.is_ipv6() { "the subnet-router anycast address of" } else { "the network address of" })
+    } else if address.is_ipv4() && address == prefix.broadcast() {
         Some("the broadcast address of")
     } else {
         None
@@ -454,24 +541,43 @@ pub(super) fn impossible(address: IpAddr, prefix: IpNet) -> Option<&'static str>
 }
 
 fn avoid_impossible(config: &mut Config) {
+    let sources = sources(config);
     let hub = &config.hub;
     for tenant in &mut config.tenants {
-        let mut impossible: BTreeSet<IpAddr> = tenant.gateway.into_iter().collect();
-        if let Some(prefix) = tenant.address {
+        let mut impossible: BTreeSet<IpAddr> = tenant.gateways.iter().copied().collect();
+        for prefix in &tenant.addresses {
             impossible.insert(prefix.addr());
             if prefix.prefix_len() + 1 < prefix.max_prefix_len() {
-                impossible.extend([prefix.network(), prefix.broadcast()]);
+                impossible.insert(prefix.network());
+                impossible.extend(Some(prefix.broadcast()).filter(IpAddr::is_ipv4));
             }
         }
         if hub.segment == tenant.segment {
             impossible.extend(&hub.snat);
         }
+        impossible.extend(sources.iter().filter(|(segment, _)| *segment == tenant.segment).map(|(_, address)| address));
         for address in impossible {
             if tenant.may_hand_out(address) {
                 tenant.avoid.push(AddressRange { first: address, last: address });
             }
         }
     }
+}
+
+/// The SNAT addresses of tenants and frontends, with the segments in which they are used.
+fn sources(config: &Config) -> BTreeSet<(SegmentName, IpAddr)> {
+    let mut all = BTreeSet::new();
+    for tenant in &config.tenants {
+        let mut add = |segment: &SegmentName, settings: &FrontendSettings| {
+            all.extend(settings.snat.iter().map(|&address| (segment.clone(), address)));
+        };
+        add(&config.hub.segment, &tenant.settings);
+        for frontend in &tenant.frontends {
+            let segment = if frontend.via == Via::Hub { &config.hub.segment } else { &tenant.segment };
+            add(segment, &frontend.settings);
+        }
+    }
+    all
 }
 
 /// Whether every address of the range is in one of the others.
@@ -481,17 +587,10 @@ fn covered(range: AddressRange, others: &[AddressRange]) -> bool {
         let Some(last) = others.iter().filter(|other| other.contains(address)).map(|other| other.last).max() else {
             return false;
         };
-        match next(last).filter(|next| range.contains(*next)) {
+        match following(last).filter(|next| range.contains(*next)) {
             Some(next) => address = next,
             None => return true,
         }
-    }
-}
-
-fn next(address: IpAddr) -> Option<IpAddr> {
-    match address {
-        IpAddr::V4(address) => address.to_bits().checked_add(1).map(|bits| Ipv4Addr::from_bits(bits).into()),
-        IpAddr::V6(address) => address.to_bits().checked_add(1).map(|bits| std::net::Ipv6Addr::from_bits(bits).into()),
     }
 }
 

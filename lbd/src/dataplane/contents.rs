@@ -185,7 +185,12 @@ pub(super) fn tenant(plan: &TenantPlan) -> Tenant {
         flags |= TENANT_HOST_ACCESS_ICMP;
     }
     Tenant {
-        families: [FamilyLimits { flows: plan.max_flows, half_open: plan.max_half_open, ..FamilyLimits::ZERO }; 2],
+        families: plan.families.map(|family| FamilyLimits {
+            flows: family.flows,
+            udp: family.udp,
+            half_open: family.half_open,
+            pad: 0,
+        }),
         new_flows_per_second: plan.new_flows_per_second,
         flags,
     }
@@ -346,6 +351,7 @@ mod tests {
             tenant: 1,
             networks: networks.iter().map(|text| text.parse().unwrap()).collect(),
             gateways: gateways.iter().map(|text| text.parse().unwrap()).collect(),
+            host_ports: BTreeSet::new(),
         }
     }
 

@@ -1,7 +1,7 @@
 //! The contents of the maps: what is wanted, what is there, and the order of changes.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::net::{IpAddr, Ipv4Addr};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -27,7 +27,7 @@ use super::regions::Regions;
 use super::resets;
 use super::shadow::{Faults, Store, Table, Writer};
 use super::{Applied, DataplaneError};
-use crate::config::{AddressRange, Config, MssClamp, Protocol, SegmentName};
+use crate::config::{Config, MssClamp, Protocol, SegmentName};
 use crate::plan::model::{FrontendAddress, HostFacts, InterfaceFacts, Pinned, Plan, Reset, SegmentId, SegmentPlan};
 use crate::source::ObjectName;
 
@@ -517,7 +517,7 @@ impl Engine {
     pub(super) fn asks_from(&self, place: Place, mac: [u8; 6]) -> IpAddr {
         let segment = self.segment_at(place);
         let here = self.config.tenants.iter().filter(|tenant| Some(&tenant.segment) == segment.as_ref());
-        let own = here.filter_map(|tenant| Some(tenant.address?.addr()));
+        let own = here.flat_map(|tenant| tenant.addresses.iter().map(IpNet::addr));
         let hub = self.config.hub.snat.iter().copied().filter(|_| Some(&self.config.hub.segment) == segment.as_ref());
         own.chain(hub).find(|address| address.is_ipv6() == place.address.is_ipv6()).unwrap_or(match place.address {
             IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
@@ -815,14 +815,15 @@ impl Engine {
             let own = self.facts.of(&tenant.segment).into_iter();
             let host =
                 own.flat_map(|own| own.all_addresses.iter().map(IpNet::addr).chain(own.gateways.iter().copied()));
-            let mut unusable: BTreeSet<IpAddr> = host.chain(tenant.gateway).collect();
-            unusable.extend(tenant.address.map(|address| address.addr()));
-            let free = tenant.pools.iter().flat_map(addresses_of).filter(|&address| {
-                !needed.contains(&place(address))
-                    && !unusable.contains(&address)
-                    && !tenant.avoid.iter().any(|range| range.contains(address))
-            });
-            ahead.extend(free.take(AHEAD).map(place));
+            let mut unusable: BTreeSet<IpAddr> = host.chain(tenant.gateways.iter().copied()).collect();
+            unusable.extend(tenant.addresses.iter().map(IpNet::addr));
+            for v6 in [false, true] {
+                let pools: Vec<_> = tenant.pools.iter().copied().filter(|pool| pool.first.is_ipv6() == v6).collect();
+                let free = tenant
+                    .candidates(&pools)
+                    .filter(|address| !needed.contains(&place(*address)) && !unusable.contains(address));
+                ahead.extend(free.take(AHEAD).map(place));
+            }
         }
         ahead
     }
@@ -878,18 +879,6 @@ pub(super) fn tagged_interfaces(config: &Config) -> BTreeMap<String, bool> {
         *found.entry(segment.interface.clone()).or_default() |= segment.vlan.is_some();
     }
     found
-}
-
-fn addresses_of(range: &AddressRange) -> Box<dyn Iterator<Item = IpAddr>> {
-    match (range.first, range.last) {
-        (IpAddr::V4(first), IpAddr::V4(last)) => {
-            Box::new((u32::from(first)..=u32::from(last)).map(|bits| IpAddr::V4(Ipv4Addr::from(bits))))
-        }
-        (IpAddr::V6(first), IpAddr::V6(last)) => {
-            Box::new((u128::from(first)..=u128::from(last)).map(|bits| IpAddr::V6(Ipv6Addr::from(bits))))
-        }
-        _ => Box::new(iter::empty()),
-    }
 }
 
 /// Ticks for a duration, rounded up.
@@ -1082,6 +1071,7 @@ mod tests {
             tenant: u16::from(tenant_side),
             networks: vec![network.parse().unwrap()],
             gateways: Vec::new(),
+            host_ports: BTreeSet::new(),
         }
     }
 
@@ -1091,7 +1081,7 @@ mod tests {
         let mut plan = Plan::default();
         plan.segments.insert(1, segment("ten0", "192.0.2.0/24", true));
         plan.segments.insert(2, segment("hub0", "10.0.0.0/24", false));
-        plan.tenants.insert(1, TenantPlan { name: "a".into(), max_flows: 10, ..TenantPlan::default() });
+        plan.tenants.insert(1, TenantPlan { name: "a".into(), new_flows_per_second: 10, ..TenantPlan::default() });
         plan.addresses.insert((1, vip), AddressPlan { vip: true, tenant: 1, ..AddressPlan::default() });
         let mut list = Vec::new();
         for node in 1..=nodes {
@@ -1114,6 +1104,8 @@ mod tests {
                 service_uid: String::new(),
                 source_affinity: false,
                 preserve_client: false,
+                adopt: false,
+                timeouts: 0,
                 unserved_drop: false,
                 target_port: 30918,
                 snat: Some("10.0.0.2".parse().unwrap()),

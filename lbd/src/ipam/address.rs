@@ -1,11 +1,11 @@
 //! Which addresses can be given out.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::IpAddr;
 
 use ipnet::IpNet;
 
-use crate::config::{AddressRange, Config, SegmentName, Tenant, Via};
+use crate::config::{AddressRange, Config, SegmentName, Tenant, Via, following};
 use crate::plan::model::HostFacts;
 use crate::source::{Inventory, ObjectName};
 
@@ -23,8 +23,8 @@ pub(super) struct Addresses<'a> {
     special: BTreeMap<(&'a SegmentName, IpAddr), String>,
     prefixes: BTreeMap<&'a SegmentName, Vec<IpNet>>,
     holders: BTreeMap<(SegmentName, IpAddr), Vec<Holder>>,
-    /// Where to go on in a tenant's pools: (range, offset). Nothing before it becomes free during a pass.
-    cursors: BTreeMap<(String, Vec<AddressRange>), (usize, u32)>,
+    /// Where to go on in a tenant's pools: (range, address). Nothing before it becomes free during a pass.
+    cursors: BTreeMap<(String, Vec<AddressRange>), (usize, Option<IpAddr>)>,
 }
 
 impl<'a> Addresses<'a> {
@@ -38,18 +38,22 @@ impl<'a> Addresses<'a> {
         let mut prefixes: BTreeMap<_, Vec<_>> = BTreeMap::new();
         for tenant in &config.tenants {
             let segment = &tenant.segment;
-            let facts = host.interfaces.get(&segment.interface).filter(|_| segment.vlan.is_none());
+            let facts = host.of_segment(segment).map(|(_, facts)| facts);
             let own = tenant
-                .address
-                .into_iter()
+                .addresses
+                .iter()
+                .copied()
                 .chain(facts.into_iter().flat_map(|facts| facts.all_addresses.iter().copied()));
             for address in own {
                 special.insert((segment, address.addr()), "is the load balancer's own".to_owned());
                 prefixes.entry(segment).or_default().push(address.trunc());
             }
             let learnt = facts.into_iter().flat_map(|facts| facts.gateways.iter().copied());
-            for gateway in tenant.gateway.into_iter().chain(learnt) {
+            for gateway in tenant.gateways.iter().copied().chain(learnt) {
                 special.insert((segment, gateway), "is the gateway's".to_owned());
+            }
+            for &address in &tenant.settings.snat {
+                special.insert((&config.hub.segment, address), "is a SNAT address".to_owned());
             }
             for frontend in &tenant.frontends {
                 if let Some(vip) = frontend.vip {
@@ -57,8 +61,12 @@ impl<'a> Addresses<'a> {
                         format!("is reserved for frontend {} of tenant {}", frontend.name, tenant.name)
                     });
                 }
-                for backend in frontend.backends.iter().filter(|_| frontend.via == Via::Tenant) {
-                    special.insert((segment, backend.address), "is a backend's".to_owned());
+                let behind = if frontend.via == Via::Hub { &config.hub.segment } else { segment };
+                for backend in &frontend.backends {
+                    special.insert((behind, backend.address), "is a backend's".to_owned());
+                }
+                for &address in &frontend.settings.snat {
+                    special.insert((behind, address), "is a SNAT address".to_owned());
                 }
             }
             if *segment == config.hub.segment {
@@ -136,7 +144,6 @@ impl<'a> Addresses<'a> {
 
     /// Whether anybody may have this address; else why not.
     fn usable(&self, tenant: &Tenant, address: IpAddr) -> Result<(), String> {
-        let IpAddr::V4(v4) = address else { return Err("IPv6 is not supported yet".to_owned()) };
         if tenant.avoid.iter().any(|range| range.contains(address)) {
             return Err("the configuration says to avoid it".to_owned());
         }
@@ -144,15 +151,21 @@ impl<'a> Addresses<'a> {
             return Err(format!("it {purpose}"));
         }
         for prefix in self.prefixes.get(&tenant.segment).into_iter().flatten() {
-            if let IpNet::V4(prefix) = prefix
-                && prefix.prefix_len() < 31
-                && prefix.contains(&v4)
-                && (prefix.network() == v4 || prefix.broadcast() == v4)
-            {
+            if prefix.prefix_len() + 1 >= prefix.max_prefix_len() || !prefix.contains(&address) {
+                continue;
+            }
+            if address.is_ipv4() && (address == prefix.network() || address == prefix.broadcast()) {
                 return Err(format!("it is the network or broadcast address of {prefix}"));
             }
+            if address.is_ipv6() && address == prefix.network() {
+                return Err(format!("it is the subnet-router anycast address of {prefix}"));
+            }
         }
-        if v4.is_multicast() || v4.is_loopback() || v4.is_unspecified() || v4.is_broadcast() {
+        let impossible = match address {
+            IpAddr::V4(v4) => v4.is_broadcast(),
+            IpAddr::V6(v6) => v6.is_unicast_link_local() || v6.to_ipv4_mapped().is_some(),
+        };
+        if impossible || address.is_multicast() || address.is_loopback() || address.is_unspecified() {
             return Err("no host can have it".to_owned());
         }
         if self.taken.contains(&(tenant.segment.clone(), address)) {
@@ -161,31 +174,36 @@ impl<'a> Addresses<'a> {
         Ok(())
     }
 
-    /// An address for a Service: the first that nobody has or had of late, else the one freed longest ago.
-    pub(super) fn next(&mut self, tenant: &Tenant, pools: &[AddressRange], service: &ObjectName) -> Option<IpAddr> {
-        let key = (tenant.name.clone(), pools.to_vec());
-        let (mut range, mut offset) = self.cursors.get(&key).copied().unwrap_or_default();
+    /// An address of a family for a Service: the first that nobody has or had of late, else the one freed longest ago.
+    pub(super) fn next(
+        &mut self,
+        tenant: &Tenant,
+        pools: &[AddressRange],
+        v6: bool,
+        service: &ObjectName,
+    ) -> Option<IpAddr> {
+        let pools: Vec<AddressRange> = pools.iter().copied().filter(|pool| pool.first.is_ipv6() == v6).collect();
+        let key = (tenant.name.clone(), pools.clone());
+        let (mut range, mut at) = self.cursors.get(&key).copied().unwrap_or_default();
         let mut found = None;
         while let (None, Some(pool)) = (found, pools.get(range)) {
-            let candidate = match (pool.first, pool.last) {
-                (IpAddr::V4(first), IpAddr::V4(last)) => {
-                    u32::from(first).checked_add(offset).filter(|&it| it <= last.into())
+            let address = at.unwrap_or(pool.first);
+            // A pool may be a /64, and what is avoided of it, too: passed over at once.
+            let avoided = tenant.avoid.iter().find(|avoided| avoided.contains(address));
+            let next = following(avoided.map_or(address, |avoided| avoided.last));
+            if avoided.is_none() {
+                let held =
+                    self.holders.get(&(tenant.segment.clone(), address)).is_some_and(|holders| !holders.is_empty());
+                if !held && self.free(tenant, address, service).is_ok() {
+                    found = Some(address);
                 }
-                (IpAddr::V4(_) | IpAddr::V6(_), _) => None,
-            };
-            let Some(candidate) = candidate else {
-                range += 1;
-                offset = 0;
-                continue;
-            };
-            offset += 1;
-            let address = IpAddr::V4(Ipv4Addr::from(candidate));
-            let held = self.holders.get(&(tenant.segment.clone(), address)).is_some_and(|holders| !holders.is_empty());
-            if !held && self.free(tenant, address, service).is_ok() {
-                found = Some(address);
+            }
+            match next.filter(|next| pool.contains(*next)) {
+                Some(next) => at = Some(next),
+                None => (range, at) = (range + 1, None),
             }
         }
-        self.cursors.insert(key, (range, offset));
+        self.cursors.insert(key, (range, at));
         found.or_else(|| {
             let longest = self.holders.iter().filter(|((segment, address), holders)| {
                 *segment == tenant.segment

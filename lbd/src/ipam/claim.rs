@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 
 use super::{CLASS, GUEST_LABEL, ServiceAssignment, VIP_ANNOTATION};
-use crate::config::{Claim, Config, Frontend, Protocol, Tenant};
+use crate::config::{Claim, Config, Frontend, Tenant};
 use crate::plan::model::Notice;
 use crate::source::{Inventory, ObjectName, Service, ServiceKind};
 
@@ -26,6 +26,28 @@ pub(super) struct Wanted<'a> {
 }
 
 impl Wanted<'_> {
+    /// The families (`true` = IPv6) in which it wants an address, in order.
+    pub(super) fn families(&self) -> Vec<bool> {
+        let vip = self.frontend.and_then(|frontend| frontend.vip).map(|vip| vip.is_ipv6());
+        let mut families: Vec<bool> = Vec::new();
+        let spec = self.service.map_or(&[][..], |service| &service.families_v6);
+        // What is not there yet is of the family that the file says.
+        let first = self.tenant.pools.iter().map(|pool| pool.first.is_ipv6()).min().unwrap_or_default();
+        let unsaid = if spec.is_empty() { vip.or(Some(first)) } else { None };
+        let both = self.service.is_some_and(|service| service.require_dual_stack).then_some([false, true]);
+        for v6 in spec.iter().copied().chain(unsaid).chain(vip).chain(both.into_iter().flatten()) {
+            if !families.contains(&v6) {
+                families.push(v6);
+            }
+        }
+        families
+    }
+
+    /// Whether the tenant has addresses of a family.
+    pub(super) fn has_pool(&self, v6: bool) -> bool {
+        self.tenant.pools.iter().any(|pool| pool.first.is_ipv6() == v6)
+    }
+
     /// What it has before it has an address.
     pub(super) fn assignment(&self) -> ServiceAssignment {
         ServiceAssignment {
@@ -136,31 +158,31 @@ pub(super) fn is_guest_made(service: &Service) -> bool {
     service.labels.contains_key(GUEST_LABEL)
 }
 
-/// The address that a Service asks for. Untrusted text.
-pub(super) fn requested(service: &Service, annotations: &[String]) -> Result<Option<IpAddr>, String> {
+/// The addresses that a Service asks for, at most one of each family. Untrusted text.
+pub(super) fn requested(service: &Service, annotations: &[String]) -> Result<Vec<IpAddr>, String> {
     if is_guest_made(service) {
-        return Ok(None);
+        return Ok(Vec::new());
     }
-    let mut found: Option<(IpAddr, &str)> = None;
+    let mut found: Vec<(IpAddr, &str)> = Vec::new();
     let texts = std::iter::once(VIP_ANNOTATION)
         .chain(annotations.iter().map(String::as_str))
         .filter_map(|key| Some((key, service.annotations.get(key)?.as_str())))
         .chain(service.requested_address.as_deref().map(|text| ("spec.loadBalancerIP", text)));
     for (key, text) in texts {
-        let text = text.trim();
-        if text.is_empty() {
-            continue;
-        }
-        let address: IpAddr =
-            text.parse().map_err(|_| format!("{key} holds {}, which is not an IP address", shortened(text)))?;
-        match found {
-            Some((other, first)) if other != address => {
-                return Err(format!("{first} asks for {other}, but {key} asks for {address}"));
+        // With two families, two addresses.
+        for text in text.split(',').map(str::trim).filter(|text| !text.is_empty()) {
+            let address: IpAddr =
+                text.parse().map_err(|_| format!("{key} holds {}, which is not an IP address", shortened(text)))?;
+            match found.iter().find(|(other, _)| other.is_ipv6() == address.is_ipv6()) {
+                Some((other, first)) if *other != address => {
+                    return Err(format!("{first} asks for {other}, but {key} asks for {address}"));
+                }
+                Some(_) => {}
+                None => found.push((address, key)),
             }
-            Some(_) | None => found = Some((address, key)),
         }
     }
-    Ok(found.map(|(address, _)| address))
+    Ok(found.into_iter().map(|(address, _)| address).collect())
 }
 
 /// Enough of an untrusted text to find it again.
@@ -199,19 +221,13 @@ pub(crate) fn unserved(service: &Service) -> Option<(&'static str, String)> {
             "externalTrafficPolicy Local with a health check node port is not supported yet; use Cluster".to_owned(),
         ));
     }
-    if service.require_dual_stack {
-        return Some(("Ipv6Unsupported", "RequireDualStack cannot be met: IPv6 is not supported yet".to_owned()));
-    }
-    if !service.families_v6.is_empty() && service.families_v6.iter().all(|&v6| v6) {
-        return Some(("Ipv6Unsupported", "this Service is IPv6 only, which is not supported yet".to_owned()));
-    }
-    if !service.ports.is_empty() && !service.ports.iter().any(|port| port.protocol() == Some(Protocol::Tcp)) {
+    if !service.ports.is_empty() && !service.ports.iter().any(|port| port.protocol().is_some()) {
         let mut protocols: Vec<_> = service.ports.iter().map(|port| shortened(&port.protocol)).collect();
         protocols.sort();
         protocols.dedup();
         return Some((
             "ProtocolUnsupported",
-            format!("no port of this Service has a supported protocol: {} instead of TCP", protocols.join(", ")),
+            format!("no port of this Service has a supported protocol: {} instead of TCP or UDP", protocols.join(", ")),
         ));
     }
     None
@@ -230,7 +246,13 @@ fn restricted(service: &Service) -> bool {
     }
     let parsed: Result<Vec<IpNet>, _> = ranges.iter().map(|range| range.parse()).collect();
     match parsed {
-        Ok(ranges) => !ranges.iter().any(|range| range.addr().is_ipv4() && range.prefix_len() == 0),
+        Ok(ranges) => {
+            // As in kube-proxy, ranges of one family say nothing of the other.
+            let said = |v6: bool| ranges.iter().any(|range| range.addr().is_ipv6() == v6);
+            let open = |v6: bool| ranges.iter().any(|range| range.addr().is_ipv6() == v6 && range.prefix_len() == 0);
+            let families = if service.families_v6.is_empty() { &[false][..] } else { &service.families_v6 };
+            !families.iter().any(|&v6| open(v6)) || families.iter().any(|&v6| said(v6) && !open(v6))
+        }
         Err(_) => true,
     }
 }

@@ -114,6 +114,7 @@ impl Ipam {
             config,
             now,
             services: BTreeMap::new(),
+            settled: BTreeSet::new(),
             notices,
         };
         if inventory.complete || config.hub.kubernetes.is_none() {
@@ -140,18 +141,23 @@ impl Ipam {
 }
 
 impl Entry {
-    fn key(&self) -> (String, ObjectName) {
-        (self.tenant.clone(), self.service.clone())
+    fn key(&self) -> Key {
+        (self.tenant.clone(), self.service.clone(), self.address.is_ipv6())
     }
 }
 
+/// Tenant, Service and family (`true` = IPv6): what has one address.
+type Key = (String, ObjectName, bool);
+
 /// One pass of [`Ipam::assign`].
 struct Run<'a> {
-    record: BTreeMap<(String, ObjectName), Entry>,
+    record: BTreeMap<Key, Entry>,
     addresses: Addresses<'a>,
     config: &'a Config,
     now: i64,
     services: BTreeMap<ObjectName, ServiceAssignment>,
+    /// Services that get nothing more in this pass.
+    settled: BTreeSet<ObjectName>,
     notices: Vec<Notice>,
 }
 
@@ -161,8 +167,10 @@ impl<'a> Run<'a> {
     /// Marks what nothing wants any more, forgets what was freed long ago.
     fn free(&mut self, wanted: &BTreeMap<ObjectName, Wanted<'a>>) {
         let now = self.now;
-        self.record.retain(|(tenant, name), entry| {
-            let used = wanted.get(name).is_some_and(|wanted| wanted.tenant.name == *tenant);
+        self.record.retain(|(tenant, name, v6), entry| {
+            let used = wanted.get(name).is_some_and(|wanted| {
+                wanted.tenant.name == *tenant && (wanted.service.is_none() || wanted.families().contains(v6))
+            });
             match entry.freed {
                 None if !used => entry.freed = Some(now),
                 // A clock that was set back must not keep a reservation for ever.
@@ -176,81 +184,119 @@ impl<'a> Run<'a> {
     /// What the file or the record says.
     fn keep(&mut self, wanted: &BTreeMap<ObjectName, Wanted<'a>>) {
         for (name, wanted) in wanted {
-            let key = (wanted.tenant.name.clone(), name.clone());
-            let recorded = self.record.get(&key).map(|entry| entry.address);
-            if let Some(vip) = wanted.frontend.and_then(|frontend| frontend.vip) {
+            let vip = wanted.frontend.and_then(|frontend| frontend.vip);
+            if let Some(vip) = vip {
                 // The status of a claimed Service shows it, so it is remembered like any other.
-                if wanted.claimed && !Self::is_foreign(wanted, recorded, Some(vip)) {
+                if wanted.claimed && !self.is_foreign(name, wanted, Some(vip)) {
                     self.give(name, wanted, vip);
                 } else {
-                    self.record.remove(&key);
+                    for v6 in [false, true] {
+                        self.record.remove(&(wanted.tenant.name.clone(), name.clone(), v6));
+                    }
                     self.services.entry(name.clone()).or_insert_with(|| wanted.assignment()).addresses = vec![vip];
+                    self.settled.insert(name.clone());
+                    continue;
                 }
-                continue;
             }
-            let Some(address) = recorded else { continue };
-            if let Err(reason) = self.addresses.keepable(wanted.tenant, address, name) {
-                self.record.remove(&key);
-                self.addresses.release(wanted.tenant, address, name);
-                self.notice(
-                    "AddressWithdrawn",
-                    name,
-                    wanted,
-                    format!("the address {address} of this Service cannot be kept: {reason}"),
-                );
-                continue;
+            for v6 in [false, true].into_iter().filter(|&v6| vip.is_none_or(|vip| vip.is_ipv6() != v6)) {
+                self.keep_recorded(name, wanted, v6);
             }
-            if !wanted.tenant.pools.iter().any(|pool| pool.contains(address)) {
-                self.notice(
-                    "AddressOutsidePool",
-                    name,
-                    wanted,
-                    format!(
-                        "the address {address} of this Service is in no pool of tenant {}; it is kept while the Service lives",
-                        wanted.tenant.name
-                    ),
-                );
-            }
-            let terminating = wanted.service.is_some_and(|service| service.terminating);
-            if terminating && self.record.get(&key).is_some_and(|entry| entry.freed.is_some()) {
-                continue;
-            }
-            self.give(name, wanted, address);
         }
     }
 
+    fn keep_recorded(&mut self, name: &ObjectName, wanted: &Wanted<'a>, v6: bool) {
+        let key = (wanted.tenant.name.clone(), name.clone(), v6);
+        let Some((address, freed)) = self.record.get(&key).map(|entry| (entry.address, entry.freed)) else { return };
+        // The Service has given up the family.
+        if wanted.service.is_some() && !wanted.families().contains(&v6) {
+            return;
+        }
+        if let Err(reason) = self.addresses.keepable(wanted.tenant, address, name) {
+            self.record.remove(&key);
+            self.addresses.release(wanted.tenant, address, name);
+            self.notice(
+                "AddressWithdrawn",
+                name,
+                wanted,
+                format!("the address {address} of this Service cannot be kept: {reason}"),
+            );
+            return;
+        }
+        if !wanted.tenant.pools.iter().any(|pool| pool.contains(address)) {
+            self.notice(
+                "AddressOutsidePool",
+                name,
+                wanted,
+                format!(
+                    "the address {address} of this Service is in no pool of tenant {}; it is kept while the Service lives",
+                    wanted.tenant.name
+                ),
+            );
+        }
+        if wanted.service.is_some_and(|service| service.terminating) && freed.is_some() {
+            return;
+        }
+        self.give(name, wanted, address);
+    }
+
+    fn recorded(&self, name: &ObjectName, wanted: &Wanted<'a>) -> bool {
+        [false, true].iter().any(|&v6| self.record.contains_key(&(wanted.tenant.name.clone(), name.clone(), v6)))
+    }
+
     /// Whether a Service not on record shows an address that we did not give it.
-    fn is_foreign(wanted: &Wanted<'a>, recorded: Option<IpAddr>, ours: Option<IpAddr>) -> bool {
+    fn is_foreign(&self, name: &ObjectName, wanted: &Wanted<'a>, ours: Option<IpAddr>) -> bool {
         let Some(service) = wanted.service else { return false };
-        recorded.is_none()
+        !self.recorded(name, wanted)
             && !service.ingress.is_empty()
-            && service.ingress.first().and_then(|first| first.parse().ok()) != ours
+            && !service.ingress.iter().any(|shown| ours.is_some() && shown.parse().ok() == ours)
+    }
+
+    /// The address of a family that a Service has.
+    fn has(&self, name: &ObjectName, v6: bool) -> Option<IpAddr> {
+        self.services.get(name)?.addresses.iter().copied().find(|address| address.is_ipv6() == v6)
     }
 
     /// Believes the status of Services that are not on record.
     fn honour(&mut self, by_age: &ByAge<'a, '_>) {
         for (name, wanted) in by_age {
             let Some(service) = wanted.service.filter(|_| wanted.claimed) else { continue };
-            let Some(shown) = service.ingress.first() else { continue };
-            let served = self.services.get(*name).map(|assignment| assignment.addresses.clone());
-            if self.record.contains_key(&(wanted.tenant.name.clone(), (*name).clone())) {
+            let Some(first) = service.ingress.first() else { continue };
+            if self.recorded(name, wanted) {
                 continue;
             }
-            let reason = match shown.parse() {
-                _ if served.is_some() => "the file reserves another address for it".to_owned(),
-                Err(_) => "it is not an IP address".to_owned(),
-                Ok(address) => match self.addresses.free(wanted.tenant, address, name) {
-                    Ok(()) => {
-                        self.give(name, wanted, address);
+            let served = self.services.get(*name).map(|assignment| assignment.addresses.clone());
+            let families = wanted.families();
+            let mut foreign = match first.parse::<IpAddr>() {
+                _ if served.is_some() => Some((first, "the file reserves another address for it".to_owned())),
+                Err(_) => Some((first, "it is not an IP address".to_owned())),
+                Ok(_) => None,
+            };
+            if foreign.is_none() {
+                for shown in &service.ingress {
+                    let Ok(address) = shown.parse::<IpAddr>() else { continue };
+                    let v6 = address.is_ipv6();
+                    if self.has(name, v6).is_some() {
                         continue;
                     }
-                    Err(reason) => reason,
-                },
-            };
+                    match self.addresses.free(wanted.tenant, address, name) {
+                        Ok(()) if families.contains(&v6) => self.give(name, wanted, address),
+                        // The Service has given up the family.
+                        Ok(()) => {}
+                        // What is wrong with the second does not take away the first.
+                        Err(_) if self.services.contains_key(*name) => {}
+                        Err(reason) => {
+                            foreign = Some((shown, reason));
+                            break;
+                        }
+                    }
+                }
+            }
+            let Some((shown, reason)) = foreign else { continue };
             let mut assignment = wanted.assignment();
             assignment.claimed = false;
             assignment.addresses = served.unwrap_or_default();
             self.services.insert((*name).clone(), assignment);
+            self.settled.insert((*name).clone());
             self.notice(
                 "ForeignAddress",
                 name,
@@ -267,31 +313,41 @@ impl<'a> Run<'a> {
     fn requests(&mut self, by_age: &ByAge<'a, '_>) {
         for (name, wanted) in by_age {
             let Some(service) = wanted.service.filter(|_| wanted.claimed) else { continue };
-            let request = match requested(service, &self.config.address_annotations) {
-                Ok(None) => continue,
-                Ok(Some(address)) => address,
+            if self.services.get(*name).is_some_and(|assignment| !assignment.claimed) {
+                continue;
+            }
+            let requests = match requested(service, &self.config.address_annotations) {
+                Ok(requests) => requests,
                 Err(reason) => {
                     self.refuse_request(name, wanted, &reason);
                     continue;
                 }
             };
-            if let Some(assignment) = self.services.get(*name) {
-                if assignment.claimed && !assignment.addresses.is_empty() && !assignment.addresses.contains(&request) {
-                    self.refuse_request(
-                        name,
-                        wanted,
-                        &format!("the address {request} was asked for after another was given"),
-                    );
+            for request in requests {
+                let v6 = request.is_ipv6();
+                match self.has(name, v6) {
+                    Some(address) if address != request => {
+                        let reason = format!("the address {request} was asked for after another was given");
+                        self.refuse_request(name, wanted, &reason);
+                        continue;
+                    }
+                    Some(_) => continue,
+                    None => {}
                 }
-                continue;
-            }
-            if service.terminating || unserved(service).is_some() {
-                continue;
-            }
-            match self.addresses.free(wanted.tenant, request, name) {
-                Ok(()) => self.give(name, wanted, request),
-                Err(reason) => {
-                    self.refuse_request(name, wanted, &format!("the address {request} was asked for, but {reason}"));
+                if service.terminating || unserved(service).is_some() {
+                    continue;
+                }
+                let free = if wanted.families().contains(&v6) {
+                    self.addresses.free(wanted.tenant, request, name)
+                } else {
+                    Err(format!("the Service has no {}", family(v6)))
+                };
+                match free {
+                    Ok(()) => self.give(name, wanted, request),
+                    Err(reason) => {
+                        let reason = format!("the address {request} was asked for, but {reason}");
+                        self.refuse_request(name, wanted, &reason);
+                    }
                 }
             }
         }
@@ -318,48 +374,61 @@ impl<'a> Run<'a> {
             None => "it gets no address until the request changes".to_owned(),
         };
         self.services.entry(name.clone()).or_insert_with(|| wanted.assignment());
+        self.settled.insert(name.clone());
         self.notice("AddressRequestRefused", name, wanted, format!("{reason}; {kept}"));
     }
 
-    /// Gives an address to every Service that still has none, oldest first.
+    /// Gives addresses to every Service that lacks some, oldest first.
     fn allocate(&mut self, by_age: &ByAge<'a, '_>) {
         let mut guests: BTreeMap<&str, u32> = BTreeMap::new();
         for (name, wanted) in by_age {
-            if wanted.service.is_some_and(is_guest_made)
-                && self.services.get(*name).is_some_and(|assignment| !assignment.addresses.is_empty())
-            {
-                *guests.entry(&wanted.tenant.name).or_default() += 1;
+            if wanted.service.is_some_and(is_guest_made) {
+                let held = self.services.get(*name).map_or(0, |assignment| assignment.addresses.len() as u32);
+                *guests.entry(&wanted.tenant.name).or_default() += held;
             }
         }
         for (name, wanted) in by_age {
-            if self.services.contains_key(*name) {
-                continue;
-            }
-            if wanted.service.is_some_and(|service| service.terminating || unserved(service).is_some()) {
-                continue;
-            }
-            let mut pools = wanted.tenant.pools.as_slice();
-            if wanted.service.is_some_and(is_guest_made)
-                && let Some(claim) = wanted.claim
+            if self.settled.contains(*name)
+                || wanted.service.is_some_and(|service| service.terminating || unserved(service).is_some())
             {
-                let count = guests.entry(&wanted.tenant.name).or_default();
-                if let Some(limit) = claim.guest.max_vips.filter(|&limit| *count >= limit) {
-                    self.notice(
-                        "GuestLimit",
-                        name,
-                        wanted,
-                        format!("the load balancer gives at most {limit} addresses to Services of this hosted cluster, and all are in use"),
-                    );
+                continue;
+            }
+            let families = wanted.families();
+            let missing: Vec<bool> = families.into_iter().filter(|&v6| self.has(name, v6).is_none()).collect();
+            if let Some(&absent) = missing.iter().find(|&&v6| !wanted.has_pool(v6)) {
+                let held = self.services.get(*name).is_some_and(|assignment| !assignment.addresses.is_empty());
+                let strict = wanted.service.is_some_and(|service| service.require_dual_stack);
+                let alone = !held && missing.iter().all(|&v6| !wanted.has_pool(v6));
+                if strict || alone {
+                    self.notice("FamilyUnavailable", name, wanted, without_family(wanted, absent, strict));
                     continue;
                 }
-                *count += 1;
-                if !claim.guest.pools.is_empty() {
-                    pools = &claim.guest.pools;
-                }
             }
-            match self.addresses.next(wanted.tenant, pools, name) {
-                Some(address) => self.give(name, wanted, address),
-                None => self.notice("PoolExhausted", name, wanted, exhausted(wanted.tenant)),
+            for v6 in missing.into_iter().filter(|&v6| wanted.has_pool(v6)) {
+                let mut pools = wanted.tenant.pools.as_slice();
+                let guest = wanted.claim.filter(|_| wanted.service.is_some_and(is_guest_made));
+                if let Some(claim) = guest {
+                    let count = guests.entry(&wanted.tenant.name).or_default();
+                    if let Some(limit) = claim.guest.max_vips.filter(|&limit| *count >= limit) {
+                        self.notice(
+                            "GuestLimit",
+                            name,
+                            wanted,
+                            format!(
+                                "the load balancer gives at most {limit} addresses to Services of this hosted cluster, and all are in use"
+                            ),
+                        );
+                        break;
+                    }
+                    *count += 1;
+                    if !claim.guest.pools.is_empty() {
+                        pools = &claim.guest.pools;
+                    }
+                }
+                match self.addresses.next(wanted.tenant, pools, v6, name) {
+                    Some(address) => self.give(name, wanted, address),
+                    None => self.notice("PoolExhausted", name, wanted, exhausted(wanted.tenant, v6)),
+                }
             }
         }
     }
@@ -368,13 +437,13 @@ impl<'a> Run<'a> {
         if let Some((tenant, former)) = self.addresses.take(wanted.tenant, address, name)
             && former != *name
         {
-            self.record.remove(&(tenant, former));
+            self.record.remove(&(tenant, former, address.is_ipv6()));
         }
-        let key = (wanted.tenant.name.clone(), name.clone());
-        let entry = Entry { tenant: key.0.clone(), service: name.clone(), address, freed: None };
-        self.record.insert(key, entry);
+        let entry = Entry { tenant: wanted.tenant.name.clone(), service: name.clone(), address, freed: None };
+        self.record.insert(entry.key(), entry);
         let assignment = self.services.entry(name.clone()).or_insert_with(|| wanted.assignment());
-        assignment.addresses = vec![address];
+        assignment.addresses.retain(|other| other.is_ipv6() != address.is_ipv6());
+        assignment.addresses.push(address);
     }
 
     fn notice(&mut self, reason: &'static str, name: &ObjectName, wanted: &Wanted<'a>, message: String) {
@@ -388,7 +457,10 @@ impl<'a> Run<'a> {
 
     fn finish(mut self, wanted: &BTreeMap<ObjectName, Wanted<'a>>, record: &mut Record) -> Assignments {
         for (name, wanted) in wanted {
-            self.services.entry(name.clone()).or_insert_with(|| wanted.assignment());
+            let families = wanted.families();
+            let place = |address: &IpAddr| families.iter().position(|&v6| v6 == address.is_ipv6());
+            let assignment = self.services.entry(name.clone()).or_insert_with(|| wanted.assignment());
+            assignment.addresses.sort_by_key(place);
             if let Some((reason, message)) = wanted.service.and_then(unserved) {
                 self.notice(reason, name, wanted, message);
             }
@@ -403,19 +475,28 @@ impl<'a> Run<'a> {
     }
 }
 
-fn exhausted(tenant: &Tenant) -> String {
-    if tenant.pools.is_empty() {
-        return format!("the load balancer has no address pool for tenant {}; ask its operator for one", tenant.name);
-    }
-    let pools: Vec<_> = tenant
-        .pools
-        .iter()
-        .map(
-            |pool| {
-                if pool.first == pool.last { pool.first.to_string() } else { format!("{}-{}", pool.first, pool.last) }
-            },
+const fn family(v6: bool) -> &'static str {
+    if v6 { "IPv6" } else { "IPv4" }
+}
+
+fn without_family(wanted: &Wanted<'_>, v6: bool, strict: bool) -> String {
+    let (family, tenant) = (family(v6), &wanted.tenant.name);
+    if strict {
+        format!(
+            "RequireDualStack cannot be met: the load balancer has no {family} address pool for tenant {tenant}; use PreferDualStack, or \
+             ask its operator for one"
         )
-        .collect();
+    } else {
+        format!(
+            "this Service wants an address of {family}, and the load balancer has no {family} address pool for tenant {tenant}; ask its \
+             operator for one"
+        )
+    }
+}
+
+fn exhausted(tenant: &Tenant, v6: bool) -> String {
+    let pools: Vec<_> =
+        tenant.pools.iter().filter(|pool| pool.first.is_ipv6() == v6).map(ToString::to_string).collect();
     format!(
         "no load balancer address left for this Service: every usable address of tenant {} ({}) is in use; delete a Service of type \
          LoadBalancer that is no longer needed, or ask the operator of the load balancer for a larger pool",

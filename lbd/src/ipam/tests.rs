@@ -415,7 +415,7 @@ type Case = (&'static str, fn(&mut Service));
 
 #[test]
 fn what_is_not_served_yet_gets_no_address_but_keeps_one_it_has() {
-    let change: [Case; 8] = [
+    let change: [Case; 7] = [
         ("SourceRangesUnsupported", |it| it.source_ranges = vec!["203.0.113.0/24".to_owned()]),
         ("SourceRangesUnsupported", |it| it.source_ranges = vec!["0.0.0.0/0".to_owned(), "bad".to_owned()]),
         ("SourceRangesUnsupported", |it| {
@@ -423,8 +423,7 @@ fn what_is_not_served_yet_gets_no_address_but_keeps_one_it_has() {
             it.annotations.insert(key, "203.0.113.9/32".to_owned());
         }),
         ("LocalPolicyUnsupported", |it| (it.policy_local, it.health_port) = (true, Some(32000))),
-        ("Ipv6Unsupported", |it| it.require_dual_stack = true),
-        ("Ipv6Unsupported", |it| it.families_v6 = vec![true]),
+        ("FamilyUnavailable", |it| it.require_dual_stack = true),
         ("ProtocolUnsupported", |it| it.ports[0].protocol = "SCTP".to_owned()),
         ("EndpointsModeUnsupported", |it| {
             it.selector = false;

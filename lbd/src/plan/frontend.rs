@@ -2,22 +2,24 @@
 
 use std::collections::btree_map::Entry as MapEntry;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use ipnet::IpNet;
 use lbd_common::maglev::identity;
 
 use super::Site;
-use super::ids::{BACKENDS, BackendKey, BackendMemory, Entry, FRONTENDS, FrontendKey, FrontendMemory, Ids, TargetKey};
+use super::ids::{
+    BACKENDS, BackendKey, BackendMemory, Entry, FRONTENDS, FrontendKey, FrontendMemory, Ids, TIMEOUTS, TargetKey,
+};
 use super::model::{
     BackendId, BackendPlan, FrontendAddress, FrontendBackend, FrontendId, FrontendPlan, FrontendProbe, Health, Notice,
-    Plan, ProbeTarget, Reset, SegmentId, TenantId, any_up,
+    Plan, ProbeTarget, Reset, SegmentId, TenantId, TimeoutsId, any_up,
 };
 use super::table::{Cache, Content, Tables};
 use crate::config::{
-    Adopt, Affinity, AllDown, Config, Frontend, FrontendSettings, Mode, OnDown, Probe, ProbePort, Protocol,
-    SegmentName, Tenant, Unserved, Via,
+    Adopt, Affinity, AllDown, Config, Frontend, FrontendPort, FrontendSettings, Mode, OnDown, Probe, ProbePort,
+    Protocol, SegmentName, Tenant, Unserved, Via,
 };
 use crate::ipam::{Assignments, unserved};
 use crate::source::{Inventory, ObjectName, Service};
@@ -42,6 +44,8 @@ pub(super) struct Wish<'a> {
     target: u16,
     /// `target` is the NodePort of the Service.
     node_port: bool,
+    /// The first port on the backends that the same Service or frontend serves by TCP.
+    tcp_port: Option<u16>,
     /// The frontend of the file whose backends it has; `None` = nodes.
     fixed: Option<&'a Frontend>,
 }
@@ -52,8 +56,28 @@ impl Wish<'_> {
     }
 
     fn shown(&self) -> String {
-        format!("{}:{}/{}", self.address.vip, self.address.port, self.address.protocol.as_str())
+        let FrontendAddress { vip, port, protocol, .. } = self.address;
+        format!("{}/{}", SocketAddr::new(vip, port), protocol.as_str())
     }
+
+    const fn is_v6(&self) -> bool {
+        self.address.vip.is_ipv6()
+    }
+
+    fn via(&self) -> Via {
+        self.fixed.map_or(Via::Hub, |frontend| frontend.via)
+    }
+
+    /// Whether backends see an address of ours.
+    const fn has_source(&self) -> bool {
+        !self.settings.preserve_client
+    }
+}
+
+/// The NodePort of a Service's first TCP port that has one.
+fn tcp_port(service: &Service) -> Option<u16> {
+    let mut ports = service.ports.iter().filter(|port| port.protocol() == Some(Protocol::Tcp));
+    ports.find(|port| port.node_port != 0).map(|port| port.node_port)
 }
 
 /// The object name of a frontend's Service.
@@ -94,16 +118,7 @@ pub(super) fn fixed_backends(config: &Config) -> BTreeSet<(&SegmentName, IpAddr)
 
 /// What settings ask for that is not there yet.
 fn unsupported(settings: &FrontendSettings) -> Option<&'static str> {
-    if settings.preserve_client {
-        return Some("preserve_client");
-    }
-    if !settings.source_ranges.is_empty() {
-        return Some("source_ranges");
-    }
-    if !settings.snat.is_empty() {
-        return Some("snat of a frontend");
-    }
-    (settings.adopt != Adopt::Never).then_some("adopt")
+    (!settings.source_ranges.is_empty()).then_some("source_ranges")
 }
 
 /// All frontends that can be served, in the order in which they win when two want the same address and port.
@@ -187,11 +202,13 @@ impl<'a> Maker<'a, '_> {
         let assigned = assigned.filter(|(_, assignment)| {
             assignment.tenant == tenant.name && assignment.frontend.as_ref() == Some(&frontend.name)
         });
-        let Some(vip) =
-            frontend.vip.or_else(|| assigned.and_then(|(_, assignment)| assignment.addresses.first().copied()))
-        else {
-            return;
-        };
+        // The file's VIP, and what the Service has of the other family.
+        let mut vips: Vec<IpAddr> = frontend.vip.into_iter().collect();
+        for &address in assigned.into_iter().flat_map(|(_, assignment)| &assignment.addresses) {
+            if !vips.iter().any(|vip| vip.is_ipv6() == address.is_ipv6()) {
+                vips.push(address);
+            }
+        }
         let service = known.map(|(_, service)| service);
         if service.is_some_and(|service| unserved(service).is_some()) {
             return;
@@ -202,7 +219,12 @@ impl<'a> Maker<'a, '_> {
             // Neither there nor expected by the address management: nothing to lead to.
             (Some(_), None, None) => return,
         };
-        let wish = |port: u16, protocol, target, node_port| Wish {
+        let by_tcp = |port: &&FrontendPort| port.protocol == Protocol::Tcp;
+        let tcp_port = match service {
+            Some(service) => tcp_port(service),
+            None => frontend.ports.iter().find(by_tcp).map(|port| port.target.unwrap_or(port.port)),
+        };
+        let wish = |vip: IpAddr, port: u16, protocol, target, node_port| Wish {
             tenant,
             tenant_id: 0,
             address: FrontendAddress { segment: 0, vip, port, protocol },
@@ -213,11 +235,14 @@ impl<'a> Maker<'a, '_> {
             target,
             node_port,
             fixed: (!frontend.backends.is_empty()).then_some(frontend),
+            tcp_port,
         };
         if frontend.ports.is_empty() {
             for port in service.into_iter().flat_map(|service| &service.ports) {
                 if let Some(protocol) = self.protocol(tenant, service_name, &port.protocol, port.port) {
-                    self.add(wish(port.port, protocol, port.node_port, true));
+                    for &vip in &vips {
+                        self.add(wish(vip, port.port, protocol, port.node_port, true));
+                    }
                 }
             }
             return;
@@ -248,7 +273,9 @@ impl<'a> Maker<'a, '_> {
                 (None, None) if named.is_some() => (0, true),
                 (None, None) => (port.port, false),
             };
-            self.add(wish(port.port, port.protocol, target, node_port));
+            for &vip in &vips {
+                self.add(wish(vip, port.port, port.protocol, target, node_port));
+            }
         }
     }
 
@@ -278,6 +305,7 @@ impl<'a> Maker<'a, '_> {
                 target: port.node_port,
                 node_port: true,
                 fixed: None,
+                tcp_port: tcp_port(service),
             });
         }
     }
@@ -310,11 +338,6 @@ impl<'a> Maker<'a, '_> {
         }
         if wish.address.port == 0 {
             self.plan.notices.push(wish.notice("PortInvalid", "a port of this Service is out of range".to_owned()));
-            return;
-        }
-        if wish.address.protocol == Protocol::Udp {
-            let message = format!("port {}: UDP is not supported yet", wish.address.port);
-            self.plan.notices.push(wish.notice("UdpUnsupported", message));
             return;
         }
         match self.owners.entry(wish.address) {
@@ -370,11 +393,12 @@ struct Judged {
 /// Fills in frontends, backends, tables and probes.
 pub(super) fn fill<'a>(context: &mut Context<'a, '_>, wishes: &[Wish<'a>], plan: &mut Plan) {
     let hub = context.site.segment(&context.config.hub.segment).unwrap_or_default();
-    let hub_snat = hub_snat(context, hub, plan);
-    let nodes = if wishes.iter().any(|wish| wish.fixed.is_none()) { nodes(context, hub, plan) } else { Vec::new() };
+    let sources = Sources::new(context, hub, wishes, plan);
+    let of_nodes = |v6: bool| wishes.iter().any(|wish| wish.fixed.is_none() && wish.is_v6() == v6);
+    let nodes = nodes(context, hub, [of_nodes(false), of_nodes(true)], plan);
     let mut filler = Filler {
         hub,
-        hub_snat,
+        sources,
         nodes,
         tables: Tables::default(),
         probes: Interner::default(),
@@ -425,91 +449,138 @@ pub(super) fn fill<'a>(context: &mut Context<'a, '_>, wishes: &[Wish<'a>], plan:
     targets(context, hub, wishes, &ids, plan);
 }
 
-/// SNAT addresses towards the hub.
-fn hub_snat(context: &Context<'_, '_>, hub: SegmentId, plan: &mut Plan) -> Vec<IpAddr> {
-    let settings = &context.config.hub;
-    let mut all: Vec<IpAddr> = settings.snat.iter().copied().filter(IpAddr::is_ipv4).collect();
-    if all.is_empty() {
-        all.extend(context.site.primary(&settings.segment));
-    }
-    if all.is_empty() {
-        plan.notices.push(Notice {
-            reason: "NoSnatAddress",
-            service: None,
-            tenant: None,
-            message: format!(
-                "the interface {} has no IPv4 address that could be the source towards the backends",
-                settings.segment.interface
-            ),
-        });
-    }
-    for &address in &all {
-        plan.addresses.entry((hub, address)).or_default().snat = Some(settings.snat_ports);
-    }
-    all
+/// Addresses that backends see connections come from.
+struct Sources {
+    /// Towards the hub, of IPv4 and of IPv6.
+    hub: [Vec<IpAddr>; 2],
 }
 
-/// Nodes that can be backends.
-fn nodes(context: &mut Context<'_, '_>, hub: SegmentId, plan: &mut Plan) -> Vec<Candidate> {
+impl Sources {
+    /// The hub's own, as far as somebody needs them.
+    fn new(context: &Context<'_, '_>, hub: SegmentId, wishes: &[Wish<'_>], plan: &mut Plan) -> Self {
+        let settings = &context.config.hub;
+        let of_family = |v6: bool| {
+            if !wishes.iter().any(|wish| wish.is_v6() == v6 && wish.via() == Via::Hub && wish.has_source()) {
+                return Vec::new();
+            }
+            let configured: Vec<IpAddr> = settings.snat.iter().copied().filter(|it| it.is_ipv6() == v6).collect();
+            if configured.is_empty() {
+                context.site.primary(&settings.segment, v6, plan).into_iter().collect()
+            } else {
+                configured
+            }
+        };
+        let all = [of_family(false), of_family(true)];
+        for &address in all.iter().flatten() {
+            plan.addresses.entry((hub, address)).or_default().snat = Some(settings.snat_ports);
+        }
+        Self { hub: all }
+    }
+
+    /// The source of a frontend's connections: its own, its tenant's or the hub's; of several, frontends take turns by id.
+    fn of(
+        &self,
+        context: &Context<'_, '_>,
+        wish: &Wish<'_>,
+        id: FrontendId,
+        segment: SegmentId,
+        plan: &mut Plan,
+    ) -> Option<IpAddr> {
+        let turn = |all: &[IpAddr]| all.get(usize::from(id) % all.len().max(1)).copied();
+        let v6 = wish.is_v6();
+        let own: Vec<IpAddr> = wish.settings.snat.iter().copied().filter(|it| it.is_ipv6() == v6).collect();
+        let (address, tenant) = match (turn(&own), wish.via()) {
+            (Some(address), _) => (address, wish.tenant_id),
+            (None, Via::Hub) => return turn(&self.hub[usize::from(v6)]),
+            (None, Via::Tenant) => {
+                let configured = wish.tenant.address(v6).map(|address| address.addr());
+                let learnt = || context.site.primary(&wish.tenant.segment, v6, plan);
+                (configured.or_else(learnt)?, wish.tenant_id)
+            }
+        };
+        let entry = plan.addresses.entry((segment, address)).or_default();
+        if entry.vip {
+            return None;
+        }
+        if !entry.host {
+            // Shared by tenants, it is nobody's.
+            entry.tenant = if entry.snat.is_none() || entry.tenant == tenant { tenant } else { 0 };
+        }
+        entry.snat = Some(context.config.hub.snat_ports);
+        Some(address)
+    }
+}
+
+/// Nodes that can be backends, in the families that are wanted.
+fn nodes(context: &mut Context<'_, '_>, hub: SegmentId, wanted: [bool; 2], plan: &mut Plan) -> [Vec<Candidate>; 2] {
     let settings = &context.config.hub;
+    if wanted == [false, false] {
+        return Default::default();
+    }
     let prefixes: Vec<IpNet> = if settings.node_cidrs.is_empty() {
-        let facts = context.site.segments.get(&settings.segment).and_then(|(_, facts)| *facts);
+        let facts = context.site.interface(&settings.segment).map(|(_, facts)| facts);
         facts.into_iter().flat_map(|facts| &facts.addresses).map(IpNet::trunc).collect()
     } else {
         settings.node_cidrs.clone()
     };
     let mut candidates: BTreeMap<IpAddr, Candidate> = BTreeMap::new();
     for (name, node) in &context.inventory.nodes {
-        let mut usable = node.addresses.iter().filter(|address| address.is_ipv4());
-        let address = usable.find(|&address| prefixes.iter().any(|prefix| prefix.contains(address)));
+        let inside = |address: &&IpAddr| prefixes.iter().any(|prefix| prefix.contains(*address));
         let mut skip = |reason, message| {
             plan.notices.push(Notice { reason, service: None, tenant: None, message });
         };
-        let Some(&address) = address else {
-            if !node.addresses.is_empty() {
+        if !node.addresses.is_empty() && !node.addresses.iter().any(|address| inside(&address)) {
+            skip("NodeOutsideHub", format!("node {name} has no address in the hub's prefixes: it gets no connections"));
+            continue;
+        }
+        for v6 in [false, true].into_iter().filter(|&v6| wanted[usize::from(v6)]) {
+            // A node may lack a family: it gets no connections of that one.
+            let Some(&address) = node.addresses.iter().filter(|address| address.is_ipv6() == v6).find(inside) else {
+                continue;
+            };
+            let mut skip = |reason, message| {
+                plan.notices.push(Notice { reason, service: None, tenant: None, message });
+            };
+            let key = BackendKey { segment: hub, address, port: 0 };
+            let local = plan
+                .addresses
+                .get(&(hub, address))
+                .is_some_and(|known| known.vip || known.host || known.snat.is_some());
+            if local {
                 skip(
-                    "NodeOutsideHub",
-                    format!("node {name} has no address in the hub's prefixes: it gets no connections"),
+                    "NodeAddressIsOurs",
+                    format!("node {name} has the address {address}, which is this host's: it gets no connections"),
                 );
+                continue;
             }
-            continue;
-        };
-        let key = BackendKey { segment: hub, address, port: 0 };
-        let local =
-            plan.addresses.get(&(hub, address)).is_some_and(|known| known.vip || known.host || known.snat.is_some());
-        if local {
-            skip(
-                "NodeAddressIsOurs",
-                format!("node {name} has the address {address}, which is this host's: it gets no connections"),
+            if candidates.contains_key(&address) {
+                skip("NodeAddressTwice", format!("node {name} has the address {address} of another node"));
+                continue;
+            }
+            let memory = || BackendMemory { node: Some(name.clone()), uid: node.uid.clone() };
+            let Some(id) = context.ids.backends.id(key, BACKENDS, memory) else {
+                skip("TooManyBackends", format!("no id left for node {name}: it gets no connections"));
+                continue;
+            };
+            // A backend of the file can be a node too.
+            if let Some(entry) = context.ids.backends.used.get_mut(&key)
+                && entry.memory.node.is_none()
+            {
+                context.ids.changes += 1;
+                entry.memory = memory();
+            }
+            let shared: Arc<str> = Arc::from(name.as_str());
+            plan.backends.insert(
+                id,
+                BackendPlan { address, port: 0, segment: hub, node: Some(Arc::clone(&shared)), eligible: false },
             );
-            continue;
+            let weight = u16::from(!node.excluded);
+            let probed = !node.excluded;
+            candidates.insert(address, Candidate { id, address, port: 0, node: Some(shared), weight, probed });
         }
-        if candidates.contains_key(&address) {
-            skip("NodeAddressTwice", format!("node {name} has the address {address} of another node"));
-            continue;
-        }
-        let memory = || BackendMemory { node: Some(name.clone()), uid: node.uid.clone() };
-        let Some(id) = context.ids.backends.id(key, BACKENDS, memory) else {
-            skip("TooManyBackends", format!("no id left for node {name}: it gets no connections"));
-            continue;
-        };
-        // A backend of the file can be a node too.
-        if let Some(entry) = context.ids.backends.used.get_mut(&key)
-            && entry.memory.node.is_none()
-        {
-            context.ids.changes += 1;
-            entry.memory = memory();
-        }
-        let shared: Arc<str> = Arc::from(name.as_str());
-        plan.backends.insert(
-            id,
-            BackendPlan { address, port: 0, segment: hub, node: Some(Arc::clone(&shared)), eligible: false },
-        );
-        let weight = u16::from(!node.excluded);
-        candidates
-            .insert(address, Candidate { id, address, port: 0, node: Some(shared), weight, probed: !node.excluded });
     }
-    candidates.into_values().collect()
+    let (four, six) = candidates.into_values().partition(|candidate| candidate.address.is_ipv4());
+    [four, six]
 }
 
 /// Each distinct probe once.
@@ -538,36 +609,39 @@ impl Interner {
     }
 }
 
-/// Ports that stand for a node, by how they are probed.
-type Crowd = HashMap<*const Probe, Vec<u16>>;
+/// Ports that stand for a node, by how they are probed and by family.
+type Crowd = HashMap<(*const Probe, bool), Vec<u16>>;
 
 /// Whether there are too many probes, and if so, who stands for the nodes.
 fn crowd(
-    nodes: &[Candidate],
+    nodes: &[Vec<Candidate>; 2],
     wishes: &[Wish<'_>],
     ids: &[Option<(FrontendId, bool)>],
     probes: &[Option<Arc<FrontendProbe>>],
 ) -> Option<Crowd> {
-    let probed = nodes.iter().filter(|node| node.probed).count();
+    let count_of = |nodes: &Vec<Candidate>| nodes.iter().filter(|node| node.probed).count();
+    let probed = [count_of(&nodes[0]), count_of(&nodes[1])];
     // Equal probes are one probe: see `Interner`. The order of pointers never shows.
-    let mut all: HashMap<(*const Probe, u16), FrontendId> = HashMap::new();
+    let mut all: HashMap<(*const Probe, u16, bool), FrontendId> = HashMap::new();
     let mut fixed = HashSet::new();
     let (mut rate, mut count) = (0.0, 0);
     for ((wish, id), probe) in wishes.iter().zip(ids).zip(probes) {
         let (Some((id, _)), Some(probe)) = (id, probe) else { continue };
         let port = probe.ports.first().copied().unwrap_or(wish.target);
+        let v6 = wish.is_v6();
+        let probed = probed[usize::from(v6)];
         let targets = match wish.fixed {
             Some(frontend) => frontend.backends.len(),
             None if replaceable(wish) => {
                 let mut first = false;
-                let oldest = all.entry((Arc::as_ptr(&probe.probe), port)).or_insert_with(|| {
+                let oldest = all.entry((Arc::as_ptr(&probe.probe), port, v6)).or_insert_with(|| {
                     first = true;
                     *id
                 });
                 *oldest = (*oldest).min(*id);
                 if first { probed } else { 0 }
             }
-            None if fixed.insert((Arc::as_ptr(&probe.probe), port)) => probed,
+            None if fixed.insert((Arc::as_ptr(&probe.probe), port, v6)) => probed,
             None => 0,
         };
         count += targets;
@@ -576,9 +650,10 @@ fn crowd(
     if rate <= PROBES_PER_SECOND && count <= MAX_TARGETS {
         return None;
     }
-    let mut oldest: HashMap<*const Probe, Vec<(FrontendId, u16)>> = HashMap::new();
-    for ((probe, port), id) in all {
-        oldest.entry(probe).or_default().push((id, port));
+    let mut oldest: HashMap<(*const Probe, bool), Vec<(FrontendId, u16)>> = HashMap::new();
+    // A NodePort of a Service of one family says nothing of the nodes in the other.
+    for ((probe, port, v6), id) in all {
+        oldest.entry((probe, v6)).or_default().push((id, port));
     }
     let mut crowd = Crowd::new();
     for (probe, mut ports) in oldest {
@@ -600,43 +675,71 @@ fn replaceable(wish: &Wish<'_>) -> bool {
 
 struct Filler<'a> {
     hub: SegmentId,
-    hub_snat: Vec<IpAddr>,
-    nodes: Vec<Candidate>,
+    sources: Sources,
+    /// Of IPv4 and of IPv6.
+    nodes: [Vec<Candidate>; 2],
     tables: Tables,
     probes: Interner,
-    /// Judgements on the nodes that frontends share, by probe and `all_down: try`.
-    groups: HashMap<(Option<Arc<FrontendProbe>>, bool), Judged>,
+    /// Judgements on the nodes that frontends share, by probe and how they are judged.
+    groups: HashMap<(Option<Arc<FrontendProbe>>, How), Judged>,
     /// Lists of backends by content.
     lists: HashMap<Vec<FrontendBackend>, Arc<[FrontendBackend]>>,
     crowd: Option<Crowd>,
     frontends: Vec<(FrontendAddress, FrontendPlan)>,
     /// The last probe made, for the settings and the interface that it was made for: those of a tenant's Services are the same.
-    last_probe: Option<(&'a FrontendSettings, &'a str, Arc<FrontendProbe>)>,
-    /// The last judgement on nodes that frontends share: probe of the frontend, `all_down: try`, probe that stands for it, judgement.
-    last_judged: Option<(Arc<FrontendProbe>, bool, Arc<FrontendProbe>, Judged)>,
+    last_probe: Option<(&'a FrontendSettings, String, Arc<FrontendProbe>)>,
+    /// The last judgement on nodes that frontends share: probe of the frontend, how, probe that stands for it, judgement.
+    last_judged: Option<(Arc<FrontendProbe>, How, Arc<FrontendProbe>, Judged)>,
+}
+
+/// How backends are judged, besides their probes.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+struct How {
+    /// They can be reached: there is a port to go to and an address to come from.
+    usable: bool,
+    /// `all_down: try`.
+    try_all: bool,
+    /// Family.
+    v6: bool,
 }
 
 impl<'a> Filler<'a> {
     /// How the backends of a frontend are probed, each frontend for itself.
     fn probe(&mut self, context: &Context<'a, '_>, wish: &Wish<'a>, plan: &mut Plan) -> Option<Arc<FrontendProbe>> {
         let probe = &wish.settings.health;
-        let via = wish.fixed.map_or(Via::Hub, |frontend| frontend.via);
-        let interface = match via {
-            Via::Hub => &context.config.hub.segment.interface,
-            Via::Tenant => &wish.tenant.segment.interface,
+        let segment = match wish.via() {
+            Via::Hub => &context.config.hub.segment,
+            Via::Tenant => &wish.tenant.segment,
+        };
+        let interface = match context.site.interface(segment) {
+            Some((name, _)) => name,
+            // Of a segment without a tag the interface may come yet; a VLAN's may not exist at all.
+            None if segment.vlan.is_none() => segment.interface.as_str(),
+            None => {
+                let message = format!(
+                    "the host has no VLAN interface for {segment}: backends there cannot be probed, and count as up"
+                );
+                plan.notices.push(Notice { reason: "ProbeImpossible", service: None, tenant: None, message });
+                return None;
+            }
         };
         if probe.port.is_none() {
             if wish.target == 0 {
                 return None;
             }
+            // Whether anybody takes datagrams cannot be asked: a TCP port of the same Service or frontend stands for it.
+            if wish.address.protocol == Protocol::Udp {
+                let port = wish.tcp_port.filter(|&port| port != 0)?;
+                return Some(self.probes.get(interface, probe, vec![port]));
+            }
             if let Some((settings, at, known)) = &self.last_probe
                 && std::ptr::eq(*settings, wish.settings)
-                && at == interface
+                && *at == interface
             {
                 return Some(Arc::clone(known));
             }
             let made = self.probes.get(interface, probe, Vec::new());
-            self.last_probe = Some((wish.settings, interface, Arc::clone(&made)));
+            self.last_probe = Some((wish.settings, interface.to_owned(), Arc::clone(&made)));
             return Some(made);
         }
         let ports = match &probe.port {
@@ -656,6 +759,9 @@ impl<'a> Filler<'a> {
                 }
             }
         };
+        if ports.is_empty() && wish.address.protocol == Protocol::Udp {
+            return None;
+        }
         (wish.target != 0 || !ports.is_empty()).then(|| self.probes.get(interface, probe, ports))
     }
 
@@ -675,26 +781,28 @@ impl<'a> Filler<'a> {
             );
             plan.notices.push(wish.notice("NodePortMissing", message));
         }
-        let via = wish.fixed.map_or(Via::Hub, |frontend| frontend.via);
-        let segment = match via {
+        let segment = match wish.via() {
             Via::Hub => self.hub,
             Via::Tenant => wish.address.segment,
         };
-        let snat = match via {
-            Via::Hub => self.hub_snat.get(usize::from(id) % self.hub_snat.len().max(1)).copied(),
-            Via::Tenant => tenant_snat(context, wish, plan),
+        let snat = if wish.has_source() { self.sources.of(context, wish, id, segment, plan) } else { None };
+        if wish.has_source() && snat.is_none() {
+            plan.notices.push(wish.notice("NoSnatAddress", no_source(context, wish)));
+        }
+        let how = How {
+            usable: wish.target != 0 && (snat.is_some() || !wish.has_source()),
+            try_all: wish.settings.all_down == AllDown::Try,
+            v6: wish.is_v6(),
         };
-        let usable = wish.target != 0 && snat.is_some();
-        let try_all = wish.settings.all_down == AllDown::Try;
+        let probe = probe.filter(|_| how.usable);
         let (probe, judged) = if let Some(frontend) = wish.fixed {
-            let probe = probe.filter(|_| usable);
             let candidates = fixed_candidates(context, wish, frontend, segment, plan);
-            let judged = self.judge(context.health, &candidates, probe.as_ref(), wish.target, try_all, plan);
+            let judged = self.judge(context.health, &candidates, probe.as_ref(), wish.target, how, plan);
             (probe, judged)
         } else {
-            self.judge_nodes(context.health, wish, probe.filter(|_| usable), try_all, plan)
+            self.judge_nodes(context.health, wish, probe, how, plan)
         };
-        alarms(wish, &judged, usable, try_all, plan);
+        alarms(wish, &judged, how, plan);
         down_resets(context, wish, id, new, &judged);
         let affinity = wish.settings.affinity.unwrap_or_else(|| {
             if wish.service.is_some_and(|service| service.client_ip_affinity) {
@@ -709,10 +817,12 @@ impl<'a> Filler<'a> {
                 id,
                 tenant: wish.tenant_id,
                 name: wish.name.clone(),
+                timeouts: timeouts(context, wish, plan),
                 service: wish.service_name.cloned(),
                 service_uid: wish.service.map(|service| service.uid.clone()).unwrap_or_default(),
                 source_affinity: affinity == Affinity::Source,
-                preserve_client: false,
+                preserve_client: wish.settings.preserve_client,
+                adopt: wish.settings.adopt == Adopt::Takeover,
                 unserved_drop: wish.settings.unserved == Unserved::Drop,
                 target_port: wish.target,
                 snat,
@@ -731,33 +841,34 @@ impl<'a> Filler<'a> {
         health: &Health,
         wish: &Wish<'_>,
         own: Option<Arc<FrontendProbe>>,
-        try_all: bool,
+        how: How,
         plan: &mut Plan,
     ) -> (Option<Arc<FrontendProbe>>, Judged) {
         let replaceable = replaceable(wish);
         if let (Some(own), Some((before, tried, probe, judged))) = (&own, &self.last_judged)
             && replaceable
-            && *tried == try_all
+            && *tried == how
             && Arc::ptr_eq(own, before)
         {
             return (Some(Arc::clone(probe)), judged.clone());
         }
         let probe = match (&self.crowd, &own) {
             (Some(crowd), Some(own)) if replaceable => {
-                let ports = crowd.get(&Arc::as_ptr(&own.probe)).cloned().unwrap_or_default();
+                let ports = crowd.get(&(Arc::as_ptr(&own.probe), how.v6)).cloned().unwrap_or_default();
                 Some(self.probes.get(&own.interface, &own.probe, ports))
             }
             _ => own.clone(),
         };
         // Where the probe does not depend on the frontend, neither does the judgement.
         let shared = probe.as_ref().is_none_or(|probe| !probe.ports.is_empty());
-        let key = (probe.clone(), try_all);
+        let key = (probe.clone(), how);
         let judged = if let Some(known) = self.groups.get(&key).filter(|_| shared) {
             known.clone()
         } else {
-            let candidates = std::mem::take(&mut self.nodes);
-            let judged = self.judge(health, &candidates, probe.as_ref(), wish.target, try_all, plan);
-            self.nodes = candidates;
+            let family = usize::from(how.v6);
+            let candidates = std::mem::take(&mut self.nodes[family]);
+            let judged = self.judge(health, &candidates, probe.as_ref(), wish.target, how, plan);
+            self.nodes[family] = candidates;
             if shared {
                 self.groups.insert(key, judged.clone());
             }
@@ -767,19 +878,19 @@ impl<'a> Filler<'a> {
             && shared
             && replaceable
         {
-            self.last_judged = Some((own, try_all, Arc::clone(probe), judged.clone()));
+            self.last_judged = Some((own, how, Arc::clone(probe), judged.clone()));
         }
         (probe, judged)
     }
 
-    /// Decides which backends may take connections. Without a probe, none.
+    /// Decides which backends may take connections. Without a probe, all of them: their state is not known.
     fn judge(
         &mut self,
         health: &Health,
         candidates: &[Candidate],
         probe: Option<&Arc<FrontendProbe>>,
         target: u16,
-        try_all: bool,
+        how: How,
         plan: &mut Plan,
     ) -> Judged {
         let mut states = Vec::with_capacity(candidates.len());
@@ -803,7 +914,7 @@ impl<'a> Filler<'a> {
             states.push(any_up(targets.iter().map(|target| health.get(target).and_then(|known| known.up))));
             plan.probes.extend(targets);
         }
-        let can = |index: usize| probe.is_some() && candidates[index].weight > 0;
+        let can = |index: usize| how.usable && candidates[index].weight > 0;
         let which = |state: Option<bool>| (0..candidates.len()).any(|index| can(index) && states[index] == state);
         let (any_up, any_unknown) = (which(Some(true)), which(None));
         let failed = !any_up && !any_unknown && which(Some(false));
@@ -812,7 +923,7 @@ impl<'a> Filler<'a> {
                 && match states[index] {
                     Some(true) => true,
                     None => !any_up,
-                    Some(false) => failed && try_all,
+                    Some(false) => failed && how.try_all,
                 }
         };
         let mut content = Content::new();
@@ -895,12 +1006,13 @@ fn frontend_id(context: &mut Context<'_, '_>, wish: &Wish<'_>, plan: &mut Plan) 
     Some((id, true))
 }
 
-fn alarms(wish: &Wish<'_>, judged: &Judged, usable: bool, try_all: bool, plan: &mut Plan) {
-    if !usable {
+fn alarms(wish: &Wish<'_>, judged: &Judged, how: How, plan: &mut Plan) {
+    if !how.usable {
         return;
     }
     if judged.failed {
-        let what = if try_all { "new connections are spread over all of them" } else { "new connections are refused" };
+        let what =
+            if how.try_all { "new connections are spread over all of them" } else { "new connections are refused" };
         let message = format!("all backends of {} fail their probes; {what}", wish.shown());
         plan.notices.push(wish.notice("AllBackendsDown", message));
     } else if judged.table.is_none() {
@@ -913,22 +1025,32 @@ fn alarms(wish: &Wish<'_>, judged: &Judged, usable: bool, try_all: bool, plan: &
     }
 }
 
-/// Source towards backends in the tenant's own segment.
-fn tenant_snat(context: &Context<'_, '_>, wish: &Wish<'_>, plan: &mut Plan) -> Option<IpAddr> {
-    let tenant = wish.tenant;
-    let configured = tenant.address.map(|address| address.addr()).filter(IpAddr::is_ipv4);
-    let Some(address) = configured.or_else(|| context.site.primary(&tenant.segment)) else {
-        plan.notices.push(wish.notice(
-            "NoSnatAddress",
-            format!(
-                "the interface {} has no IPv4 address that could be the source towards the backends",
-                tenant.segment.interface
-            ),
-        ));
-        return None;
+/// Why a frontend has no source address.
+fn no_source(context: &Context<'_, '_>, wish: &Wish<'_>) -> String {
+    let segment = match wish.via() {
+        Via::Hub => &context.config.hub.segment,
+        Via::Tenant => &wish.tenant.segment,
     };
-    plan.addresses.entry((wish.address.segment, address)).or_default().snat = Some(context.config.hub.snat_ports);
-    Some(address)
+    let family = if wish.is_v6() { "global IPv6" } else { "IPv4" };
+    format!(
+        "{} is not served: the interface {segment} has no {family} address that could be the source towards the backends",
+        wish.shown()
+    )
+}
+
+/// The index of a frontend's timeouts.
+fn timeouts(context: &mut Context<'_, '_>, wish: &Wish<'_>, plan: &mut Plan) -> TimeoutsId {
+    let wanted = wish.settings.timeouts;
+    if wanted == context.config.timeouts {
+        return 0;
+    }
+    let Some(id) = context.ids.timeouts.id(wanted, TIMEOUTS, || ()) else {
+        let message = format!("{}: too many different `timeouts`: it has the defaults", wish.shown());
+        plan.notices.push(wish.notice("TooManyTimeouts", message));
+        return 0;
+    };
+    plan.timeouts.insert(id, wanted);
+    id
 }
 
 /// Backends that the file names.
@@ -944,11 +1066,16 @@ fn fixed_candidates(
     backends.sort_by_key(|backend| (backend.address, backend.port));
     for backend in backends {
         let mut skip = |reason, message| plan.notices.push(wish.notice(reason, message));
-        if backend.address.is_ipv6() {
-            skip("Ipv6Unsupported", format!("backend {}: IPv6 is not supported yet", backend.address));
+        if backend.address.is_ipv6() != wish.is_v6() {
+            let message = format!("backend {} is not of the family of {}", backend.address, wish.address.vip);
+            skip("BackendOfOtherFamily", message);
             continue;
         }
-        if plan.addresses.get(&(segment, backend.address)).is_some_and(|known| known.vip || known.host) {
+        if plan
+            .addresses
+            .get(&(segment, backend.address))
+            .is_some_and(|known| known.vip || known.host || known.snat.is_some())
+        {
             skip(
                 "BackendAddressIsOurs",
                 format!("backend {} is a VIP or this host: it gets no connections", backend.address),
@@ -1010,7 +1137,7 @@ fn of_others(context: &mut Context<'_, '_>, hub: SegmentId, current: &HashSet<(u
     if former.is_empty() {
         return Vec::new();
     }
-    let mut found = Vec::new();
+    let mut owners: BTreeMap<TargetKey, Vec<String>> = BTreeMap::new();
     for (name, service) in &context.inventory.services {
         for port in &service.ports {
             let Some(protocol) = port.protocol().map(Protocol::number) else { continue };
@@ -1019,14 +1146,24 @@ fn of_others(context: &mut Context<'_, '_>, hub: SegmentId, current: &HashSet<(u
             }
             let owner = if service.uid.is_empty() { name.to_string() } else { service.uid.clone() };
             let key = TargetKey { segment: hub, protocol, port: port.node_port };
-            if context.ids.targets.get(&key).is_some_and(|before| *before != owner) {
-                context.ids.targets.insert(key, owner);
-                context.ids.changes += 1;
-                found.push(key);
-            }
+            owners.entry(key).or_default().push(owner);
+        }
+    }
+    let mut found = Vec::new();
+    for (key, owners) in owners {
+        if let Some(owner) = new_owner(context.ids.targets.get(&key), owners) {
+            context.ids.targets.insert(key, owner);
+            context.ids.changes += 1;
+            found.push(key);
         }
     }
     found
+}
+
+/// Who owns a port now, if the one who did does not any more. A list that gives a port to two Services does not make them take turns.
+fn new_owner(before: Option<&String>, owners: Vec<String>) -> Option<String> {
+    let kept = before.is_some_and(|before| owners.contains(before));
+    owners.into_iter().next().filter(|_| before.is_some() && !kept)
 }
 
 /// NodePorts that belong to another Service now.
@@ -1039,6 +1176,7 @@ fn targets(
 ) {
     let mut taken_over = Vec::new();
     let mut current = HashSet::new();
+    let mut disputed: BTreeMap<TargetKey, Vec<String>> = BTreeMap::new();
     for (wish, id) in wishes.iter().zip(ids) {
         let (Some(service), Some(name)) = (wish.service, wish.service_name) else { continue };
         if !wish.node_port || wish.target == 0 || id.is_none() {
@@ -1053,17 +1191,30 @@ fn targets(
             service.uid.as_str()
         };
         current.insert((key.protocol, key.port));
-        match context.ids.targets.get_mut(&key) {
+        match context.ids.targets.get(&key) {
             Some(before) if before == owner => {}
-            Some(before) => {
-                owner.clone_into(before);
-                context.ids.changes += 1;
-                taken_over.push(key);
+            Some(_) => {
+                disputed.entry(key).or_default();
             }
             None => {
                 context.ids.changes += 1;
                 context.ids.targets.insert(key, owner.to_owned());
             }
+        }
+    }
+    // Not the owner of before: but that one may be among them.
+    let among = if disputed.is_empty() { &[] } else { wishes };
+    for wish in among.iter().filter(|wish| wish.node_port) {
+        let key = TargetKey { segment: hub, protocol: wish.address.protocol.number(), port: wish.target };
+        if let (Some(owners), Some(service), Some(name)) = (disputed.get_mut(&key), wish.service, wish.service_name) {
+            owners.push(if service.uid.is_empty() { name.to_string() } else { service.uid.clone() });
+        }
+    }
+    for (key, owners) in disputed {
+        if let Some(owner) = new_owner(context.ids.targets.get(&key), owners) {
+            context.ids.targets.insert(key, owner);
+            context.ids.changes += 1;
+            taken_over.push(key);
         }
     }
     taken_over.extend(of_others(context, hub, &current));

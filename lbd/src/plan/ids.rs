@@ -3,11 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::IpAddr;
 
-use lbd_common::abi::{MAX_BACKENDS, MAX_FRONTENDS, MAX_TENANTS};
+use lbd_common::abi::{MAX_BACKENDS, MAX_FRONTENDS, MAX_TENANTS, MAX_TIMEOUTS};
 use serde::{Deserialize, Serialize};
 
 use super::model::{BackendId, FrontendAddress, Pinned, Reset, SegmentId, TenantId};
-use crate::config::{Config, Protocol, SegmentName, Tenant};
+use crate::config::{Config, Protocol, SegmentName, Tenant, Timeouts};
 use crate::source::ObjectName;
 
 /// Ids that must survive restarts, and what is needed to find flows whose backend is gone or another's.
@@ -18,6 +18,7 @@ pub struct Ids {
     pub(super) tenants: Pool<String, ()>,
     pub(super) frontends: Pool<FrontendKey, FrontendMemory>,
     pub(super) backends: Pool<BackendKey, BackendMemory>,
+    pub(super) timeouts: Pool<Timeouts, ()>,
     /// Which Service a NodePort belonged to last: its UID, or its name if it has none.
     #[serde(with = "pairs")]
     pub(super) targets: BTreeMap<TargetKey, String>,
@@ -74,7 +75,8 @@ impl Ids {
 
     /// Grows whenever something has changed that belongs on disk.
     pub(super) fn revision(&self) -> u64 {
-        self.changes + self.segments.changes + self.tenants.changes + self.frontends.changes + self.backends.changes
+        let Self { segments, tenants, frontends, backends, timeouts, targets: _, pending: _, changes } = self;
+        changes + segments.changes + tenants.changes + frontends.changes + backends.changes + timeouts.changes
     }
 
     /// A file can hold anything: no id twice, none out of range.
@@ -83,6 +85,7 @@ impl Ids {
         self.tenants.repair(TENANTS);
         self.frontends.repair(FRONTENDS);
         self.backends.repair(BACKENDS);
+        self.timeouts.repair(TIMEOUTS);
     }
 }
 
@@ -97,6 +100,9 @@ pub(super) const SEGMENTS: Bounds = Bounds { last: u16::MAX, quarantine: 1024 };
 pub(super) const TENANTS: Bounds = Bounds { last: (MAX_TENANTS - 1) as u16, quarantine: 16 };
 pub(super) const FRONTENDS: Bounds = Bounds { last: (MAX_FRONTENDS - 1) as u16, quarantine: 1024 };
 pub(super) const BACKENDS: Bounds = Bounds { last: (MAX_BACKENDS - 1) as u16, quarantine: 1024 };
+
+/// A flow finds its timeouts through its frontend, so an index may be used again as soon as no frontend has it.
+pub(super) const TIMEOUTS: Bounds = Bounds { last: (MAX_TIMEOUTS - 1) as u16, quarantine: 0 };
 
 /// Ids by key.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -13,12 +13,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
 use ipnet::IpNet;
+use lbd_common::abi::{HALF_OPEN_SETS, HALF_OPEN_WAYS};
 
 pub use self::ids::Ids;
 use self::ids::{BackendKey, SEGMENTS, SegmentKey, TENANTS};
 use self::model::{
-    AddressPlan, Health, HostFacts, InterfaceFacts, Notice, Pinned, Plan, Reset, SegmentId, SegmentPlan, TenantId,
-    TenantPlan,
+    AddressPlan, FamilyLimitsPlan, Health, HostFacts, InterfaceFacts, Notice, Pinned, Plan, Reset, SegmentId,
+    SegmentPlan, TenantId, TenantPlan,
 };
 use self::table::Cache;
 use crate::config::{Config, HostAccess, SegmentName, Tenant};
@@ -86,6 +87,7 @@ impl Planner {
         let complete = inventory.complete || config.hub.kubernetes.is_none();
         let mut plan = Plan { notices: Vec::new(), ..Plan::default() };
         let site = self.site(config, host, &mut plan);
+        plan.timeouts.insert(0, config.timeouts);
         for (tenant, vip) in frontend::vips(config, assignments) {
             add_vip(&site, tenant, vip, &mut plan);
         }
@@ -127,8 +129,7 @@ impl Planner {
         let mut site = Site::default();
         for name in names {
             let Some(id) = self.ids.segments.id(name.into(), SEGMENTS, || ()) else { continue };
-            let facts = host.interfaces.get(&name.interface).filter(|_| name.vlan.is_none());
-            site.segments.insert(name, (id, facts));
+            site.segments.insert(name, (id, host.of_segment(name)));
         }
         for &tenant in &tenants {
             if !site.segments.contains_key(&tenant.segment) {
@@ -152,7 +153,8 @@ impl Planner {
                 [only] => site.tenants.get(only.name.as_str()).copied().unwrap_or_default(),
                 _ => 0,
             };
-            let configured = here.iter().filter_map(|tenant| tenant.address);
+            let facts = facts.map(|(_, facts)| facts);
+            let configured = here.iter().flat_map(|tenant| tenant.addresses.iter().copied());
             let mut networks = Vec::new();
             for network in configured.chain(facts.into_iter().flat_map(|facts| facts.addresses.iter().copied())) {
                 if !networks.contains(&network.trunc()) {
@@ -161,7 +163,7 @@ impl Planner {
             }
             let mut gateways: Vec<IpAddr> = Vec::new();
             let learnt = facts.into_iter().flat_map(|facts| facts.gateways.iter().copied());
-            for gateway in here.iter().filter_map(|tenant| tenant.gateway).chain(learnt) {
+            for gateway in here.iter().flat_map(|tenant| tenant.gateways.iter().copied()).chain(learnt) {
                 if !gateways.iter().any(|known| known.is_ipv4() == gateway.is_ipv4()) {
                     gateways.push(gateway);
                 }
@@ -179,6 +181,8 @@ impl Planner {
                     tenant: only,
                     networks,
                     gateways,
+                    // Tenants of one segment have the same access.
+                    host_ports: here.iter().flat_map(|tenant| host_ports(&tenant.host_access)).copied().collect(),
                 },
             );
         }
@@ -214,6 +218,7 @@ impl Planner {
         // A node that still exists can have flows, though it gets no new ones: its id stays, and its end will be noticed.
         self.ids.backends.keep_only(|key, memory| backends.contains(key) || memory.node.is_some());
         self.ids.tenants.keep_only(|name, ()| site.tenants.contains_key(name.as_str()));
+        self.ids.timeouts.keep_only(|timeouts, ()| plan.timeouts.values().any(|used| used == timeouts));
         let segments: BTreeSet<SegmentKey> = site.segments.keys().map(|&name| name.into()).collect();
         self.ids.segments.keep_only(|key, ()| segments.contains(key));
         let live: BTreeSet<SegmentId> = plan.segments.keys().copied().collect();
@@ -261,44 +266,72 @@ impl Planner {
 /// Segments and tenants with their ids.
 #[derive(Debug, Default)]
 struct Site<'a> {
-    segments: BTreeMap<&'a SegmentName, (SegmentId, Option<&'a InterfaceFacts>)>,
+    /// With the interface by which the host itself is in the segment.
+    segments: BTreeMap<&'a SegmentName, (SegmentId, Option<(&'a str, &'a InterfaceFacts)>)>,
     tenants: BTreeMap<&'a str, TenantId>,
 }
 
-impl Site<'_> {
+impl<'a> Site<'a> {
     fn segment(&self, name: &SegmentName) -> Option<SegmentId> {
         self.segments.get(name).map(|&(id, _)| id)
     }
 
-    /// Primary address of the host in a segment, of IPv4.
-    fn primary(&self, name: &SegmentName) -> Option<IpAddr> {
-        let (_, facts) = self.segments.get(name)?;
-        (*facts)?.addresses.iter().map(IpNet::addr).find(IpAddr::is_ipv4)
+    /// The interface for the host's own sockets in a segment.
+    fn interface(&self, name: &SegmentName) -> Option<(&'a str, &'a InterfaceFacts)> {
+        self.segments.get(name)?.1
+    }
+
+    /// Primary address of the host in a segment, of a family: never a link-local, deprecated or tentative one, and never a VIP.
+    fn primary(&self, name: &SegmentName, v6: bool, plan: &Plan) -> Option<IpAddr> {
+        let (id, facts) = self.segments.get(name)?;
+        let (_, facts) = (*facts)?;
+        let is_vip = |address: &IpAddr| plan.addresses.get(&(*id, *address)).is_some_and(|known| known.vip);
+        let local = |address: &IpAddr| matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local());
+        let mut addresses = facts.addresses.iter().map(IpNet::addr);
+        addresses.find(|address| address.is_ipv6() == v6 && !local(address) && !is_vip(address))
     }
 
     fn is_host(&self, name: &SegmentName, address: IpAddr) -> bool {
-        let facts = self.segments.get(name).and_then(|(_, facts)| *facts);
-        facts.is_some_and(|facts| facts.all_addresses.iter().any(|own| own.addr() == address))
+        self.interface(name).is_some_and(|(_, facts)| facts.all_addresses.iter().any(|own| own.addr() == address))
+    }
+}
+
+/// TCP ports that `host_access` opens.
+fn host_ports(access: &HostAccess) -> &[u16] {
+    match access {
+        HostAccess::Own | HostAccess::None => &[],
+        HostAccess::Only { ports, icmp: _ } => ports,
     }
 }
 
 fn limits(config: &Config, tenant: &Tenant) -> TenantPlan {
+    /// Of the table of half-open connections, which all tenants share, one has half at the most.
+    const HALF_OPEN: u32 = HALF_OPEN_SETS * HALF_OPEN_WAYS as u32 / 2;
     // One tenant alone cannot fill the table.
-    let max_flows = tenant.limits.flows.unwrap_or((config.datapath.max_flows / 2).max(1));
-    let (host_access_all, host_access_icmp, host_access_ports) = match &tenant.host_access {
-        HostAccess::Own => (true, true, Vec::new()),
-        HostAccess::None => (false, false, Vec::new()),
-        HostAccess::Only { ports, icmp } => (false, *icmp, ports.clone()),
+    let half = |table: u32| (table / 2).max(1);
+    let (four, six) = (half(config.datapath.max_flows), half(config.datapath.max_flows_v6));
+    let four = tenant.limits.flows.unwrap_or(four);
+    // What is said of IPv4's table may be more than there is of IPv6's.
+    let six = tenant.limits.flows.map_or(six, |flows| flows.min(six));
+    let family = |flows: u32| {
+        FamilyLimitsPlan {
+            flows,
+            udp: tenant.limits.udp_flows.unwrap_or((flows / 4).max(1)).min(flows),
+            // A small tenant needs no more than half of its connections under way at once, but a burst must have room.
+            half_open: (flows / 2).clamp(64, HALF_OPEN),
+        }
+    };
+    let (host_access_all, host_access_icmp) = match &tenant.host_access {
+        HostAccess::Own => (true, true),
+        HostAccess::None => (false, false),
+        HostAccess::Only { ports: _, icmp } => (false, *icmp),
     };
     TenantPlan {
         name: tenant.name.clone(),
-        max_flows,
+        families: [family(four), family(six)],
         new_flows_per_second: tenant.limits.new_flows_per_second.unwrap_or_default(),
-        // A handshake lasts a fraction of a second: an eighth is far more than any honest burst needs.
-        max_half_open: (max_flows / 8).max(64),
         host_access_all,
         host_access_icmp,
-        host_access_ports,
     }
 }
 
@@ -310,10 +343,6 @@ fn add_vip(site: &Site<'_>, tenant: &Tenant, vip: IpAddr, plan: &mut Plan) {
     let mut notice = |reason, message| {
         plan.notices.push(Notice { reason, service: None, tenant: Some(tenant.name.clone()), message });
     };
-    if vip.is_ipv6() {
-        notice("Ipv6Unsupported", format!("the VIP {vip} is not served: IPv6 is not supported yet"));
-        return;
-    }
     let entry = plan.addresses.entry((segment, vip)).or_default();
     if entry.vip && entry.tenant != id {
         notice(
@@ -327,7 +356,7 @@ fn add_vip(site: &Site<'_>, tenant: &Tenant, vip: IpAddr, plan: &mut Plan) {
             "VipOnInterface",
             format!(
                 "the VIP {vip} is also configured on the interface {}; remove it there: ports that no frontend uses are closed",
-                tenant.segment.interface
+                tenant.segment
             ),
         );
     }

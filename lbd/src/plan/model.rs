@@ -7,7 +7,7 @@ use std::sync::Arc;
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
-use crate::config::{Probe, Protocol, SegmentName};
+use crate::config::{Probe, Protocol, SegmentName, Timeouts};
 use crate::source::ObjectName;
 
 /// Dense id of a segment; 0 is none.
@@ -18,6 +18,8 @@ pub type TenantId = u16;
 pub type FrontendId = u16;
 /// Id of a backend; 0 is none.
 pub type BackendId = u16;
+/// Index of timeouts; 0 is the defaults.
+pub type TimeoutsId = u16;
 
 /// What the host's interfaces say; gathered by the data plane, never by the plan.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -50,11 +52,17 @@ pub struct InterfaceFacts {
 impl HostFacts {
     /// The kernel's interface for a segment: the interface itself, or the VLAN interface on it, whatever its name, if there is one.
     pub fn of(&self, segment: &SegmentName) -> Option<&InterfaceFacts> {
-        let parent = self.interfaces.get(&segment.interface)?;
-        match segment.vlan {
+        self.of_segment(segment).map(|(_, facts)| facts)
+    }
+
+    /// The same with its name: what the host's own sockets in the segment are bound to.
+    pub fn of_segment(&self, segment: &SegmentName) -> Option<(&str, &InterfaceFacts)> {
+        let parent = self.interfaces.get_key_value(&segment.interface)?;
+        let found = match segment.vlan {
             None => Some(parent),
-            Some(vlan) => self.interfaces.values().find(|interface| interface.vlan == Some((parent.index, vlan))),
-        }
+            Some(vlan) => self.interfaces.iter().find(|(_, interface)| interface.vlan == Some((parent.1.index, vlan))),
+        };
+        found.map(|(name, facts)| (name.as_str(), facts))
     }
 }
 
@@ -71,6 +79,8 @@ pub struct Plan {
     pub frontends: BTreeMap<FrontendAddress, FrontendPlan>,
     /// Backends by id.
     pub backends: BTreeMap<BackendId, BackendPlan>,
+    /// Timeouts of flows, each content once; index 0 = the defaults.
+    pub timeouts: BTreeMap<TimeoutsId, Timeouts>,
     /// Lookup tables, each content once; frontends refer to them by index. Slots are backend ids, the length is a prime.
     pub tables: Vec<Arc<[BackendId]>>,
     /// What to probe.
@@ -109,10 +119,23 @@ pub struct SegmentPlan {
     pub hub_side: bool,
     /// Its only tenant, or 0.
     pub tenant: TenantId,
-    /// On-link prefixes.
+    /// On-link prefixes of both families.
     pub networks: Vec<IpNet>,
-    /// Gateways to off-link clients, at most one per family.
+    /// Gateways to off-link clients, at most one per family; that of IPv6 may be link-local.
     pub gateways: Vec<IpAddr>,
+    /// TCP ports that `host_access` opens on the host's own addresses.
+    pub host_ports: BTreeSet<u16>,
+}
+
+/// A tenant's limits in one family; 0 = none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FamilyLimitsPlan {
+    /// Live flows, UDP among them.
+    pub flows: u32,
+    /// Live UDP flows.
+    pub udp: u32,
+    /// Half-open connections.
+    pub half_open: u32,
 }
 
 /// A tenant's limits.
@@ -120,18 +143,14 @@ pub struct SegmentPlan {
 pub struct TenantPlan {
     /// Name.
     pub name: String,
-    /// Live flows; 0 = none.
-    pub max_flows: u32,
-    /// New connections per second; 0 = none.
+    /// Limits of IPv4, of IPv6.
+    pub families: [FamilyLimitsPlan; 2],
+    /// New connections per second, both families; 0 = no limit.
     pub new_flows_per_second: u32,
-    /// Half-open connections; 0 = none.
-    pub max_half_open: u32,
     /// `host_access: own`.
     pub host_access_all: bool,
     /// `host_access` has `icmp`.
     pub host_access_icmp: bool,
-    /// TCP ports of `host_access`.
-    pub host_access_ports: Vec<u16>,
 }
 
 /// An address in a segment.
@@ -169,6 +188,8 @@ pub struct FrontendPlan {
     pub tenant: TenantId,
     /// Name: the file's, or `namespace/name`.
     pub name: String,
+    /// Index of its timeouts in [`Plan::timeouts`].
+    pub timeouts: TimeoutsId,
     /// The Service behind it.
     pub service: Option<ObjectName>,
     /// UID of that Service, else empty.
@@ -177,11 +198,13 @@ pub struct FrontendPlan {
     pub source_affinity: bool,
     /// DNAT only.
     pub preserve_client: bool,
+    /// For a while after a takeover, flows without state are adopted.
+    pub adopt: bool,
     /// Silence instead of RST when there is no backend.
     pub unserved_drop: bool,
     /// Port on the backends that have none of their own; 0 = not known yet.
     pub target_port: u16,
-    /// SNAT address; `None` with `preserve_client`.
+    /// SNAT address, of the VIP's family; `None` with `preserve_client`, and where there is none: then there is no table.
     pub snat: Option<IpAddr>,
     /// SNAT ports.
     pub snat_ports: (u16, u16),
@@ -189,7 +212,7 @@ pub struct FrontendPlan {
     pub table: Option<usize>,
     /// All its backends, for `lbctl`; frontends over the same nodes in the same state share the list.
     pub backends: Arc<[FrontendBackend]>,
-    /// How its backends are probed; `None` = not at all (no target port yet).
+    /// How its backends are probed; `None` = not at all (no target port yet, or UDP without a TCP port to ask).
     pub probe: Option<Arc<FrontendProbe>>,
     /// Reset flows of a backend that goes down.
     pub reset_on_down: bool,
@@ -263,7 +286,7 @@ pub struct FrontendBackend {
     pub weight: u16,
     /// In the lookup table.
     pub serving: bool,
-    /// Is probed (excluded nodes are not).
+    /// May be probed (excluded nodes are not).
     pub probed: bool,
 }
 

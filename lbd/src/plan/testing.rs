@@ -69,8 +69,8 @@ pub(crate) fn tenant(tenant: &str, interface: &str) -> Tenant {
     Tenant {
         name: tenant.to_owned(),
         segment: segment(interface),
-        address: None,
-        gateway: None,
+        addresses: Vec::new(),
+        gateways: Vec::new(),
         pools: vec![range("192.168.203.110-192.168.203.119")],
         avoid: Vec::new(),
         claims: vec![Claim { namespaces: vec![format!("clusters-{tenant}")], ..Claim::default() }],
@@ -92,6 +92,7 @@ pub(crate) fn config() -> Config {
             kubernetes: Some(Kubernetes { kubeconfig: PathBuf::from("hub.kubeconfig"), allow_insecure: false }),
         },
         tenants: vec![tenant("tenant-a", "eth1")],
+        timeouts: settings().timeouts,
         datapath: Datapath {
             mode: XdpMode::Auto,
             max_flows: 262_144,

@@ -133,7 +133,7 @@ fn the_three_roles() {
     assert_eq!(tenant_side.networks, ["192.168.203.0/24".parse().unwrap()]);
     assert_eq!(tenant_side.gateways, [ip("192.168.203.1")]);
     assert_eq!(plan.tenants[&tenant_side.tenant].name, "tenant-a");
-    assert_eq!(plan.tenants[&tenant_side.tenant].max_flows, 131_072);
+    assert_eq!(plan.tenants[&tenant_side.tenant].families[0].flows, 131_072);
     assert!(!plan.segments[&hub].tenant_side);
 
     let address = |segment, address: &str| plan.addresses[&(segment, ip(address))].clone();
@@ -610,9 +610,11 @@ fn affinity_and_limits_come_from_service_and_file() {
     assert!(!at(&plan, "192.168.203.111", 443).source_affinity);
     assert!(at(&plan, "192.168.203.112", 443).source_affinity);
     let limits = &plan.tenants[&1];
-    assert_eq!((limits.max_flows, limits.new_flows_per_second, limits.max_half_open), (1000, 50, 125));
+    let family = FamilyLimitsPlan { flows: 1000, udp: 250, half_open: 500 };
+    assert_eq!((limits.families, limits.new_flows_per_second), ([family; 2], 50));
     assert!(!limits.host_access_all && limits.host_access_icmp);
-    assert_eq!(limits.host_access_ports, [22]);
+    let segment = plan.segments.values().find(|segment| segment.tenant_side).unwrap();
+    assert_eq!(segment.host_ports, [22].into());
 }
 
 #[test]
@@ -642,8 +644,10 @@ fn duplicate_odd_and_unserved_ports() {
     let plan = world.apply();
     assert_eq!(at(&plan, "192.168.203.110", 80).target_port, 30080);
     assert_eq!(at(&plan, "192.168.203.110", 443).target_port, 30443);
-    assert_eq!(plan.frontends.len(), 2);
-    assert_eq!(reasons(&plan), ["PortClash", "PortInvalid", "ProtocolUnsupported", "UdpUnsupported"]);
+    let udp = plan.frontends.iter().find(|(address, _)| address.protocol == Protocol::Udp).unwrap();
+    assert_eq!((udp.0.port, udp.1.target_port), (443, 30444));
+    assert_eq!(plan.frontends.len(), 3);
+    assert_eq!(reasons(&plan), ["PortClash", "PortInvalid", "ProtocolUnsupported"]);
 }
 
 #[test]
@@ -887,7 +891,7 @@ fn check(plan: &Plan) {
     let mut ids = BTreeSet::new();
     for (address, frontend) in &plan.frontends {
         assert!(ids.insert(frontend.id) && frontend.id != 0);
-        assert!(address.port != 0 && address.protocol == Protocol::Tcp);
+        assert!(address.port != 0);
         assert_eq!(*owners.entry((address.segment, address.vip)).or_insert(frontend.tenant), frontend.tenant);
         let vip = &plan.addresses[&(address.segment, address.vip)];
         assert!(vip.vip && vip.tenant == frontend.tenant && vip.tenant != 0);
@@ -897,7 +901,8 @@ fn check(plan: &Plan) {
             let slots: BTreeSet<_> = plan.tables[table].iter().copied().collect();
             let serving: BTreeSet<_> = frontend.backends.iter().filter(|it| it.serving).map(|it| it.id).collect();
             assert_eq!(slots, serving);
-            assert!(frontend.snat.is_some());
+            assert_eq!(frontend.snat.is_some(), !frontend.preserve_client);
+            assert!(frontend.snat.is_none_or(|snat| snat.is_ipv6() == address.vip.is_ipv6()));
             assert!(frontend.backends.iter().all(|backend| frontend.port_of(backend) != 0));
         }
         for backend in frontend.backends.iter() {

@@ -46,9 +46,33 @@ fn each_thing_that_does_not_fit_the_host_is_one_message_with_its_place() {
         ),
         (
             "snat: [10.32.96.50]",
-            "snat: [10.32.96.51]",
-            "error lbd.yaml:5:12: hub hub: snat[0]: 10.32.96.51 is not an address of eth0, so no reply would come back: add it (`ip \
-             address add 10.32.96.51/32 dev eth0`), or remove it for the interface's own",
+            "snat: [10.33.96.51]",
+            "warning lbd.yaml:5:12: hub hub: snat[0]: 10.33.96.51 is neither an address of eth0 nor in its prefixes (10.32.96.0/20, \
+             10.32.96.50/32): replies come back only if the nodes have a route to it through this host",
+        ),
+        (
+            "    health: { interval: 2s }\n",
+            "    health: { interval: 2s }\n    snat: [10.33.96.52]\n",
+            "warning lbd.yaml:21:12: tenant tenant-a: snat[0]: 10.33.96.52 is neither an address of eth0 nor in its prefixes \
+             (10.32.96.0/20, 10.32.96.50/32): replies come back only if the nodes have a route to it through this host",
+        ),
+        (
+            "pools: [192.168.203.0/28]",
+            "pools: [192.168.203.0/28, '2001:db8:203::10-2001:db8:203::19']",
+            "warning lbd.yaml:4:16: hub hub: interface: eth0 has no global IPv6 address that backends could answer to: give it one, or \
+             write `snat`",
+        ),
+        (
+            "interface: eth1, address",
+            "interface: eth1, vlan: 2003, address",
+            "warning lbd.yaml:11:39: tenant tenant-a: segment.vlan: the host has no VLAN interface for eth1.2003: backends there cannot \
+             be probed, and count as up: create it (`ip link add link eth1 name eth1.2003 type vlan id 2003`) with an address",
+        ),
+        (
+            "{ interface: eth2 }",
+            "{ interface: eth2, vlan: 2003 }",
+            "error lbd.yaml:35:27: tenant tenant-b: segment.interface: eth2.2003 has no address, so the segment's prefix is not known: \
+             give it one, or write segment.address",
         ),
         (
             "[10.32.96.0/20]",
@@ -125,7 +149,7 @@ fn an_interface_without_addresses_or_link_is_named() {
         [
             "warning lbd.yaml:35:27: tenant tenant-b: segment.interface: interface eth2 is down: bring it up (`ip link set eth2 up`) or \
              plug it in",
-            "error lbd.yaml:35:27: tenant tenant-b: segment.interface: eth2 has no IPv4 address, so the segment's prefix is not known: \
+            "error lbd.yaml:35:27: tenant tenant-b: segment.interface: eth2 has no address, so the segment's prefix is not known: \
              give it one, or write segment.address",
         ]
     );
@@ -162,5 +186,30 @@ fn mtus_that_differ_are_refused_unless_segments_are_clamped() {
         problems(VALID, &host)[0],
         "warning lbd.yaml:11:27: tenant tenant-a: segment.interface: the MTU of eth1 is 9000 and that of eth0 is 1500: TCP segments are \
          kept to 1460 bytes (mss_clamp: auto); make the MTUs equal to be rid of this"
+    );
+}
+
+#[test]
+fn a_dual_stack_tenant_in_a_vlan_fits_its_vlan_interface() {
+    let mut host = host();
+    host.interfaces.insert("eth2".to_owned(), InterfaceFacts { index: 7, ..interface(&[]) });
+    let vlan = InterfaceFacts {
+        vlan: Some((7, 2003)),
+        ..interface(&["192.168.203.14/24", "2001:db8:203::2/64", "fe80::2/64"])
+    };
+    host.interfaces.insert("tenant-b".to_owned(), vlan);
+    if let Some(hub) = host.interfaces.get_mut("eth0") {
+        hub.addresses.push("2001:db8:f::2/64".parse().unwrap());
+    }
+    let text = changed("{ interface: eth2 }", "{ interface: eth2, vlan: 2003, gateway: 'fe80::1' }")
+        .replace("pools: [192.168.203.0/28]", "pools: [192.168.203.0/28, '2001:db8:203::/112']");
+    assert_eq!(problems(&text, &host), Vec::<String>::new());
+    let outside = text.replace("2001:db8:203::/112", "2001:db8:204::/112");
+    assert_eq!(
+        problems(&outside, &host),
+        [
+            "error lbd.yaml:36:31: tenant tenant-b: pools[1]: 2001:db8:204::-2001:db8:204::ffff is not inside 192.168.203.0/24, \
+             2001:db8:203::/64, fe80::/64 of tenant-b: write a range of the segment, or its prefix at segment.address"
+        ]
     );
 }
