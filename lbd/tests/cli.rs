@@ -48,7 +48,7 @@ fn answers_to_the_name_lbctl() {
     assert_eq!(code(&output), 0);
     let help = stdout(&output);
     assert!(help.contains("Usage: lbctl"), "{help}");
-    for command in ["status", "services", "backends", "flows", "drops", "events", "reload"] {
+    for command in ["status", "services", "backends", "flows", "whois", "vips", "drops", "events", "reload"] {
         assert!(help.contains(&format!("  {command}")), "{command}: {help}");
     }
     let named = Command::new(env!("CARGO_BIN_EXE_lbd")).arg0("/usr/bin/lbctl").arg("--version").output().unwrap();
@@ -64,7 +64,11 @@ fn usage_is_exit_code_2() {
         &["lbctl"],
         &["lbctl", "explain", "192.0.2.9", "192.0.2.34:6443"],
         &["lbctl", "kill"],
-        &["lbctl", "flows", "--follow"],
+        &["lbctl", "flows", "--follow", "--top", "3"],
+        &["lbctl", "flows", "--interval", "1s"],
+        &["lbctl", "drops", "--watch", "--interval", "1ms"],
+        &["lbctl", "whois", "10.0.0.2"],
+        &["lbctl", "whois"],
         &["lbctl", "flows", "--state", "open"],
         &["detach", "--release"],
         &["run", "--log-format", "xml"],
@@ -109,9 +113,21 @@ fn neither_agent_nor_datapath_is_exit_code_3() {
         directory.path().display()
     );
     let path = write(directory.path(), &text);
-    for command in
-        [&["services"][..], &["backends"], &["flows"], &["drops"], &["events"], &["reload"], &["status", "--check"]]
-    {
+    for command in [
+        &["services"][..],
+        &["backends"],
+        &["flows"],
+        &["flows", "--follow"],
+        &["flows", "--state", "unreplied", "--top", "3"],
+        &["whois", "10.0.0.2:1024"],
+        &["whois", "[2001:db8::2]:1024", "[2001:db8::11]:443"],
+        &["vips"],
+        &["drops"],
+        &["drops", "--watch"],
+        &["events"],
+        &["reload"],
+        &["status", "--check"],
+    ] {
         let arguments = [&["lbctl", "--config", &path], command].concat();
         let output = lbd(&arguments);
         assert_eq!(code(&output), 3, "{arguments:?}: {output:?}");

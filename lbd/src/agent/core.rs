@@ -10,8 +10,9 @@ use super::events::{Events, Happening, time};
 use super::state::{ADDRESSES, IDS, StateDirectory};
 use crate::api::types::{ApplyStatus, ConfigStatus};
 use crate::config::{Config, SegmentName};
-use crate::dataplane::{Applied, Attached, Dataplane, DataplaneError, FlowPair, Pins};
-use crate::ipam::{Assignments, Ipam};
+use crate::dataplane::{Applied, Attached, Dataplane, DataplaneError, Pins};
+use crate::flows::{Directory, Filter, Flow, Live, Matcher};
+use crate::ipam::{Assignments, Ipam, Record};
 use crate::plan::Planner;
 use crate::plan::model::{Health, HostFacts, Notice, Pinned, Plan};
 use crate::source::Inventory;
@@ -26,8 +27,8 @@ pub(crate) trait Maps {
     fn attached(&self) -> Vec<Attached>;
     /// See [`Dataplane::pinned`].
     fn pinned(&self) -> Pinned;
-    /// See [`Pins::flows`].
-    fn flows(&self, config: &Config) -> Result<Vec<FlowPair>, DataplaneError>;
+    /// How many live flows are meant.
+    fn count_flows(&self, config: &Config, meant: &(dyn Fn(&Flow) -> bool + Sync)) -> Result<u64, DataplaneError>;
 }
 
 impl Maps for Dataplane {
@@ -47,8 +48,16 @@ impl Maps for Dataplane {
         Self::pinned(self).clone()
     }
 
-    fn flows(&self, config: &Config) -> Result<Vec<FlowPair>, DataplaneError> {
-        Pins::open(&config.datapath.bpffs)?.flows()
+    fn count_flows(&self, config: &Config, meant: &(dyn Fn(&Flow) -> bool + Sync)) -> Result<u64, DataplaneError> {
+        let pins = Pins::open(&config.datapath.bpffs)?;
+        let live = Live::new(&pins)?;
+        let (all, directory) = (Filter::default(), Directory::default());
+        let counts = live.fold(
+            &Matcher::new(&all, &directory, live.clock),
+            || 0,
+            |count: &mut u64, flow| *count += u64::from(meant(&flow)),
+        )?;
+        Ok(counts.into_iter().sum())
     }
 }
 
@@ -121,6 +130,8 @@ pub(crate) struct Core<M> {
     state: Arc<StateDirectory>,
     pub(super) plan: Arc<Plan>,
     pub(super) assignments: Arc<Assignments>,
+    /// What [`Self::ipam`] has on record, to be shown.
+    pub(super) record: Arc<Record>,
     /// The maps hold [`Self::plan`].
     pub(super) in_maps: bool,
     /// Some plan has been in the maps in this life.
@@ -149,6 +160,7 @@ impl<M: Maps> Core<M> {
             state,
             plan: Arc::default(),
             assignments: Arc::default(),
+            record: Arc::default(),
             in_maps: false,
             ever: false,
             apply_status: ApplyStatus::default(),
@@ -272,6 +284,9 @@ impl<M: Maps> Core<M> {
     /// Addresses must be on disk before anybody is told of them, ids before the maps hold them.
     pub(super) fn keep_records(&mut self, now: Timestamp) {
         let generation = self.ipam.record().generation;
+        if self.record.generation != generation {
+            self.record = Arc::new(self.ipam.record().clone());
+        }
         if self.saved_generation != Some(generation) {
             match self.state.save(ADDRESSES, self.ipam.record()) {
                 Ok(()) => self.saved_generation = Some(generation),
@@ -340,7 +355,7 @@ tenants:
         pub plans: Vec<Plan>,
         pub failures: u32,
         pub reconfigured: u32,
-        pub flows: Vec<FlowPair>,
+        pub flows: Vec<Flow>,
     }
 
     /// A data plane without a kernel.
@@ -371,8 +386,8 @@ tenants:
             Pinned::default()
         }
 
-        fn flows(&self, _: &Config) -> Result<Vec<FlowPair>, DataplaneError> {
-            Ok(self.0.borrow().flows.clone())
+        fn count_flows(&self, _: &Config, meant: &(dyn Fn(&Flow) -> bool + Sync)) -> Result<u64, DataplaneError> {
+            Ok(self.0.borrow().flows.iter().filter(|flow| meant(flow)).count() as u64)
         }
     }
 

@@ -17,7 +17,7 @@ use tokio::task::JoinHandle;
 use self::core::{Core, Inputs};
 use self::hub::Hub;
 use self::state::{HEALTH, INVENTORY, NAMES, StateDirectory, StateError};
-use self::view::View;
+use self::view::{Holders, View};
 use crate::api::server::{Api, ReloadCall};
 use crate::api::types::{Names, ReloadRequest, SourceStatus};
 use crate::config::{Config, ConfigError, Severity};
@@ -174,11 +174,13 @@ async fn serve(path: PathBuf, config: Config) -> Result<(), AgentError> {
     let mut facts = dataplane.facts();
     let mut taken = dataplane.taken();
     let mut host_notices = dataplane.notices();
+    let holders = dataplane.holders();
     let (prober, mut health) = Prober::start(restored_health);
     let now = Timestamp::now();
     let mut agent = Agent {
         core: Core::new(config, dataplane, Arc::clone(&state), now),
         inputs: Inputs::default(),
+        holders,
         started: now,
         prober,
         publish,
@@ -281,6 +283,7 @@ fn check_host(config: &Config) -> Result<(), AgentError> {
 struct Agent {
     core: Core<Dataplane>,
     inputs: Inputs,
+    holders: watch::Receiver<Holders>,
     started: Timestamp,
     prober: Prober,
     publish: watch::Sender<Arc<View>>,
@@ -374,7 +377,8 @@ impl Agent {
     }
 
     fn publish(&self, hub: &Hub) {
-        let view = View::new(&self.core, &self.inputs, hub.status(), hub.counts(), self.started);
+        let holders = self.holders.borrow().clone();
+        let view = View::new(&self.core, &self.inputs, holders, hub.status(), hub.counts(), self.started);
         self.publish.send_replace(Arc::new(view));
     }
 

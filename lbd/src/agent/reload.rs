@@ -11,8 +11,7 @@ use super::core::{Core, Inputs, Maps};
 use super::events::time;
 use crate::api::types::{ReloadReply, ReloadRequest, reload_outcome};
 use crate::config::{self, Config, Severity};
-use crate::dataplane::FlowPair;
-use crate::flows::State;
+use crate::flows::{Flow, State};
 use crate::ipam::Ipam;
 use crate::plan::Planner;
 use crate::plan::model::{FrontendPlan, Plan, Reset};
@@ -88,8 +87,8 @@ impl<M: Maps> Core<M> {
         let flows_cut = if cuts.is_empty() {
             0
         } else {
-            match self.maps.flows(&self.config) {
-                Ok(flows) => flows.iter().filter(|flow| cuts.hits(flow)).count() as u64,
+            match self.maps.count_flows(&self.config, &|flow| cuts.hits(flow)) {
+                Ok(count) => count,
                 Err(error) => return refused(reload_outcome::FAILED, format!("cannot count live flows: {error}")),
             }
         };
@@ -255,24 +254,22 @@ impl Cuts {
         self.frontends.is_empty() && self.resets.is_empty()
     }
 
-    fn hits(&self, flow: &FlowPair) -> bool {
-        // What is closed or reset loses nothing.
-        if !matches!(State::of(flow.forward.state), Some(State::Established | State::Closing)) {
+    fn hits(&self, flow: &Flow) -> bool {
+        // What is closed or reset loses nothing, and what is half-open has nothing yet.
+        if !flow.state.is_open() || flow.state == State::HalfOpen {
             return false;
         }
-        let half = &flow.forward;
-        let backend = half.to.destination();
-        self.frontends.contains(&half.frontend)
+        self.frontends.contains(&flow.frontend)
             || self.resets.iter().any(|reset| match reset {
-                Reset::Frontend(id) => half.frontend == *id,
-                Reset::Backend { frontend, backend } => half.frontend == *frontend && half.backend() == *backend,
-                Reset::Address(segment, address) => flow.backend_segment == *segment && *address == backend.ip(),
+                Reset::Frontend(id) => flow.frontend == *id,
+                Reset::Backend { frontend, backend } => flow.frontend == *frontend && flow.backend_id == *backend,
+                Reset::Address(segment, address) => flow.backend_segment == *segment && *address == flow.backend.ip(),
                 Reset::Target { segment, protocol, address, port, keep } => {
                     flow.backend_segment == *segment
-                        && flow.key.protocol == *protocol
-                        && address.is_none_or(|address| address == backend.ip())
-                        && *port == backend.port()
-                        && !keep.contains(&half.frontend)
+                        && flow.protocol == *protocol
+                        && address.is_none_or(|address| address == flow.backend.ip())
+                        && *port == flow.backend.port()
+                        && !keep.contains(&flow.frontend)
                 }
             })
     }
@@ -360,11 +357,26 @@ mod tests {
         assert_eq!(bench.maps.0.borrow().reconfigured, 0);
     }
 
-    fn flow(frontend: u16, state: u16) -> FlowPair {
-        use lbd_common::abi::{Flow4, FlowKey4};
-        let mut forward = Flow4 { frontend, state, ..Flow4::ZERO };
-        forward.own = Flow4::forward_own(0, 1);
-        FlowPair { key: FlowKey4::ZERO, forward, reverse: None, backend_segment: 1 }
+    fn flow(frontend: u16, state: State) -> Flow {
+        Flow {
+            protocol: 6,
+            segment: 2,
+            client: "192.0.2.9:40000".parse().unwrap(),
+            vip: "192.0.2.34:443".parse().unwrap(),
+            backend: "10.0.0.11:443".parse().unwrap(),
+            backend_segment: 1,
+            snat: "10.0.0.2:1024".parse().unwrap(),
+            frontend,
+            backend_id: 1,
+            state,
+            opened: 0,
+            age: 0,
+            idle: 0,
+            in_packets: 0,
+            in_bytes: 0,
+            out_packets: 0,
+            out_bytes: 0,
+        }
     }
 
     #[test]
@@ -373,8 +385,13 @@ mod tests {
         bench.round();
         let id = bench.core.plan.frontends.values().next().unwrap().id;
         let other = id + 1;
-        bench.maps.0.borrow_mut().flows =
-            vec![flow(id, 0), flow(id, 0), flow(other, 0), flow(id, lbd_common::abi::FLOW_RESET)];
+        bench.maps.0.borrow_mut().flows = vec![
+            flow(id, State::Established),
+            flow(id, State::Replied),
+            flow(other, State::Established),
+            flow(id, State::Reset),
+            flow(id, State::HalfOpen),
+        ];
         with(&bench, &CONFIG.replace("ports: [443]", "ports: [80]"));
         let reply = reload(&mut bench, ReloadRequest::default());
         assert_eq!((reply.outcome.as_str(), reply.flows_cut), (reload_outcome::LOSS, 2), "{reply:?}");

@@ -10,10 +10,12 @@ use jiff::Timestamp;
 use super::core::{Core, Counts, Inputs, Maps};
 use super::events::time;
 use crate::api::types::{
-    Backend, Event, FrontendLabel, InterfaceStatus, Names, SegmentLabel, Service, SourceStatus, Status, service_state,
+    Backend, Event, FrontendLabel, InterfaceStatus, Names, SegmentLabel, Service, SourceStatus, Status, TenantVips,
+    Vip, service_state, vip_state,
 };
-use crate::config::Config;
-use crate::plan::model::{FrontendAddress, FrontendBackend, FrontendPlan, Health, Plan};
+use crate::config::{AddressRange, Config, SegmentName, Tenant, Via};
+use crate::ipam::{RESERVED, Record};
+use crate::plan::model::{FrontendAddress, FrontendBackend, FrontendPlan, Health, HostFacts, Plan};
 
 /// Seconds that a source may be away before it is a problem: watches are renewed now and then.
 const SOURCE_GRACE: u64 = 5;
@@ -28,6 +30,7 @@ pub(crate) struct View {
     pub events: Vec<Event>,
     pub plan: Arc<Plan>,
     pub health: Arc<Health>,
+    pub addresses: Addresses,
     pub hub: String,
     pub bpffs: PathBuf,
     pub counts: Counts,
@@ -46,6 +49,7 @@ impl View {
     pub(super) fn new<M: Maps>(
         core: &Core<M>,
         inputs: &Inputs,
+        holders: Holders,
         sources: Vec<SourceStatus>,
         (status_writes, source_failures): (u64, u64),
         started: Timestamp,
@@ -65,6 +69,7 @@ impl View {
             interfaces,
             sources,
             tables: Vec::new(),
+            tenants: Vec::new(),
             apply: core.apply_status.clone(),
             problems,
         };
@@ -73,6 +78,12 @@ impl View {
             events: core.events.all(),
             plan: Arc::clone(&core.plan),
             health: Arc::clone(&inputs.health),
+            addresses: Addresses {
+                config: Some(Arc::clone(&core.config)),
+                record: Arc::clone(&core.record),
+                host: inputs.host.clone(),
+                holders,
+            },
             hub: core.config.hub.name.clone(),
             bpffs: core.config.datapath.bpffs.clone(),
             counts: core.counts,
@@ -312,6 +323,122 @@ pub(crate) fn backends(plan: &Plan, health: &Health, now: i64) -> Vec<Backend> {
     all
 }
 
+/// MACs of other stations, by the address that they answer for.
+pub(crate) type Holders = BTreeMap<(SegmentName, IpAddr), [u8; 6]>;
+
+/// What addresses are made up of.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Addresses {
+    pub config: Option<Arc<Config>>,
+    pub record: Arc<Record>,
+    pub host: HostFacts,
+    pub holders: Holders,
+}
+
+/// The addresses of all tenants. `now` is in seconds since the epoch.
+pub(crate) fn vips(addresses: &Addresses, plan: &Plan, now: i64) -> Vec<TenantVips> {
+    let tenants = addresses.config.iter().flat_map(|config| &config.tenants);
+    tenants.map(|tenant| vips_of(tenant, addresses, plan, now)).collect()
+}
+
+fn vips_of(tenant: &Tenant, addresses: &Addresses, plan: &Plan, now: i64) -> TenantVips {
+    let mut listed: BTreeMap<IpAddr, Vip> = BTreeMap::new();
+    let add = |listed: &mut BTreeMap<IpAddr, Vip>,
+               address: IpAddr,
+               state: &str,
+               service: Option<String>,
+               until_s: Option<u64>| {
+        let vip = listed.entry(address).or_insert_with(|| Vip {
+            address,
+            state: state.to_owned(),
+            services: Vec::new(),
+            mac: None,
+            until_s,
+        });
+        if let Some(service) = service.filter(|service| !vip.services.contains(service)) {
+            vip.services.push(service);
+        }
+    };
+    for (address, frontend) in &plan.frontends {
+        if plan.tenants.get(&frontend.tenant).is_some_and(|owner| owner.name == tenant.name) {
+            add(&mut listed, address.vip, vip_state::USED, Some(label(frontend)), None);
+        }
+    }
+    let recorded = addresses.record.entries.iter().filter(|entry| entry.tenant == tenant.name);
+    for entry in recorded.clone().filter(|entry| entry.freed.is_none()) {
+        add(&mut listed, entry.address, vip_state::USED, Some(entry.service.to_string()), None);
+    }
+    for entry in recorded {
+        if let Some(freed) = entry.freed {
+            let left = u64::try_from(freed.saturating_add(RESERVED).saturating_sub(now)).unwrap_or(0);
+            add(&mut listed, entry.address, vip_state::RESERVED, Some(entry.service.to_string()), Some(left));
+        }
+    }
+    for frontend in &tenant.frontends {
+        if let Some(vip) = frontend.vip {
+            let service = frontend
+                .service
+                .as_ref()
+                .map_or_else(|| frontend.name.clone(), |(namespace, name)| format!("{namespace}/{name}"));
+            add(&mut listed, vip, vip_state::RESERVED, Some(service), None);
+        }
+    }
+    let holders = addresses.holders.iter().filter(|((segment, _), _)| *segment == tenant.segment);
+    for ((_, address), mac) in holders {
+        // In one segment there may be several tenants.
+        if listed.contains_key(address) || tenant.pools.iter().any(|pool| pool.contains(*address)) {
+            add(&mut listed, *address, vip_state::CONFLICT, None, None);
+            if let Some(vip) = listed.get_mut(address) {
+                vip.state = vip_state::CONFLICT.to_owned();
+                vip.mac = Some(mac.map(|byte| format!("{byte:02x}")).join(":"));
+            }
+        }
+    }
+    TenantVips {
+        tenant: tenant.name.clone(),
+        interface: tenant.segment.interface.clone(),
+        vlan: tenant.segment.vlan.unwrap_or_default(),
+        pools: tenant.pools.iter().map(ToString::to_string).collect(),
+        free: Some(free(tenant, &addresses.host, &listed)),
+        addresses: listed.into_values().collect(),
+    }
+}
+
+/// Addresses of a tenant's pools that are nothing else.
+fn free(tenant: &Tenant, host: &HostFacts, listed: &BTreeMap<IpAddr, Vip>) -> u64 {
+    let facts = host.interfaces.get(&tenant.segment.interface).filter(|_| tenant.segment.vlan.is_none());
+    let mut others: BTreeSet<IpAddr> = listed.keys().copied().collect();
+    others.extend(tenant.address.iter().map(ipnet::IpNet::addr));
+    others.extend(tenant.gateway);
+    if let Some(facts) = facts {
+        others.extend(facts.all_addresses.iter().map(ipnet::IpNet::addr));
+        others.extend(&facts.gateways);
+    }
+    let own_backends = tenant.frontends.iter().filter(|frontend| frontend.via == Via::Tenant);
+    others.extend(own_backends.flat_map(|frontend| &frontend.backends).map(|backend| backend.address));
+    others.retain(|address| !tenant.avoid.iter().any(|avoid| avoid.contains(*address)));
+    let mut free: u128 = 0;
+    for pool in &tenant.pools {
+        let avoided: u128 = tenant.avoid.iter().map(|avoid| common(*pool, *avoid)).sum();
+        let used = others.iter().filter(|address| pool.contains(**address)).count() as u128;
+        free = free.saturating_add(common(*pool, *pool).saturating_sub(avoided).saturating_sub(used));
+    }
+    u64::try_from(free).unwrap_or(u64::MAX)
+}
+
+/// How many addresses are in both ranges. All of IPv6 counts as one less.
+fn common(a: AddressRange, b: AddressRange) -> u128 {
+    let number = |address: IpAddr| match address {
+        IpAddr::V4(address) => u128::from(u32::from(address)),
+        IpAddr::V6(address) => u128::from(address),
+    };
+    if a.first.is_ipv4() != b.first.is_ipv4() {
+        return 0;
+    }
+    let (first, last) = (number(a.first).max(number(b.first)), number(a.last).min(number(b.last)));
+    last.checked_sub(first).map_or(0, |steps| steps.saturating_add(1))
+}
+
 /// Ids that are gone keep their last name, so that flows which outlive their frontend still have one.
 pub(crate) fn with_former(mut names: Names, former: Names) -> Names {
     /// More than that are forgotten.
@@ -350,4 +477,89 @@ pub(crate) fn same_names(a: &Plan, b: &Plan) -> bool {
             .map(|(id, tenant)| (id, &tenant.name))
             .eq(b.tenants.iter().map(|(id, tenant)| (id, &tenant.name)))
         && a.backends.values().map(|a| (a.address, &a.node)).eq(b.backends.values().map(|b| (b.address, &b.node)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::agent::core::testing::{Bench, CONFIG};
+    use crate::ipam::Entry;
+    use crate::source::ObjectName;
+
+    #[test]
+    fn ranges_have_addresses_in_common() {
+        let range =
+            |first: &str, last: &str| AddressRange { first: first.parse().unwrap(), last: last.parse().unwrap() };
+        let pool = range("192.0.2.32", "192.0.2.47");
+        assert_eq!(common(pool, pool), 16);
+        assert_eq!(common(pool, range("192.0.2.40", "192.0.2.40")), 1);
+        assert_eq!(common(pool, range("192.0.2.40", "192.0.2.200")), 8);
+        assert_eq!(common(pool, range("192.0.2.48", "192.0.2.50")), 0);
+        assert_eq!(common(pool, range("::", "ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff")), 0);
+        assert_eq!(common(range("2001:db8::", "2001:db8::ffff"), range("2001:db8::ff00", "2001:db8:1::")), 256);
+    }
+
+    #[test]
+    fn every_address_of_a_tenant_is_one_thing() {
+        let mut bench = Bench::new();
+        let text =
+            CONFIG.replace("pools: [192.0.2.32/28]", "pools: [192.0.2.32/28]\n    avoid: [192.0.2.40-192.0.2.41]");
+        std::fs::write(bench.path(), text).unwrap();
+        bench.core.config = Arc::new(crate::config::load(&bench.path()).unwrap());
+        bench.round();
+        let entry = |name: &str, last: u8, freed: Option<i64>| Entry {
+            tenant: "a".to_owned(),
+            service: ObjectName::new("ns", name),
+            address: std::net::Ipv4Addr::new(192, 0, 2, last).into(),
+            freed,
+        };
+        let segment = SegmentName { interface: "ten0".to_owned(), vlan: None };
+        let at = |last: u8| (segment.clone(), IpAddr::from([192, 0, 2, last]));
+        let elsewhere = (SegmentName { interface: "ten9".to_owned(), vlan: None }, IpAddr::from([192, 0, 2, 45]));
+        let addresses = Addresses {
+            config: Some(Arc::clone(&bench.core.config)),
+            record: Arc::new(Record {
+                generation: 1,
+                entries: vec![entry("one", 35, None), entry("gone", 36, Some(1000)), entry("late", 37, None)],
+            }),
+            host: bench.inputs.host.clone(),
+            // A Service's, a free one's, one of no pool, and one of another segment.
+            holders: [at(35), at(47), at(200), elsewhere].map(|at| (at, [2, 0, 0, 0, 9, 0xab])).into(),
+        };
+        let found = vips(&addresses, &bench.core.plan, 1000 + RESERVED - 60);
+        assert_eq!(found.len(), 1);
+        let tenant = &found[0];
+        assert_eq!((tenant.tenant.as_str(), tenant.interface.as_str(), tenant.vlan), ("a", "ten0", 0));
+        assert_eq!(tenant.pools, ["192.0.2.32-192.0.2.47"]);
+        let vip = |last: u8, state: &str, service: &[&str], mac: Option<&str>, until_s| Vip {
+            address: IpAddr::from([192, 0, 2, last]),
+            state: state.to_owned(),
+            services: service.iter().map(ToString::to_string).collect(),
+            mac: mac.map(str::to_owned),
+            until_s,
+        };
+        assert_eq!(
+            tenant.addresses,
+            [
+                vip(34, "used", &["web"], None, None),
+                vip(35, "conflict", &["ns/one"], Some("02:00:00:00:09:ab"), None),
+                vip(36, "reserved", &["ns/gone"], None, Some(60)),
+                vip(37, "used", &["ns/late"], None, None),
+                vip(47, "conflict", &[], Some("02:00:00:00:09:ab"), None),
+            ]
+        );
+        assert_eq!(tenant.free, Some(16 - 5 - 2));
+    }
+
+    #[test]
+    fn a_frontend_of_the_file_that_serves_nothing_yet_is_a_reservation() {
+        let bench = Bench::new();
+        let addresses = Addresses { config: Some(Arc::clone(&bench.core.config)), ..Addresses::default() };
+        let found = vips(&addresses, &Plan::default(), 0);
+        let [vip] = found[0].addresses.as_slice() else { panic!("{found:?}") };
+        assert_eq!(
+            (vip.state.as_str(), vip.services.as_slice(), vip.until_s),
+            ("reserved", ["web".to_owned()].as_slice(), None)
+        );
+    }
 }

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
+use lbd_common::abi::{Address4, Address6};
 use lbd_common::reason::{Reason, Verdict};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
@@ -11,7 +12,9 @@ use prometheus_client::registry::{Registry, Unit};
 use tokio::sync::watch;
 
 use crate::agent::view::{self, Tally, View};
+use crate::api::types::TenantFill;
 use crate::dataplane::Pins;
+use crate::flows::fill::FAMILIES;
 
 /// What is served at `/metrics`.
 #[derive(Debug)]
@@ -179,12 +182,9 @@ fn datapath(encoder: &mut DescriptorEncoder<'_>, view: &View, pins: &Pins) -> fm
         None if index == 0 => String::new(),
         None => format!("#{index}"),
     };
-    if let Ok(tenants) = pins.tenants() {
-        let used = tenants.iter().map(|(&id, (_, used))| (vec![("tenant", tenant(id))], used.families[0].flows as f64));
-        gauge(encoder, "flows", "Live flows", None, used)?;
-        let limits =
-            tenants.iter().map(|(&id, (limit, _))| (vec![("tenant", tenant(id))], f64::from(limit.families[0].flows)));
-        gauge(encoder, "flows_limit", "Live flows that the tenant may have, 0 = no limit", None, limits)?;
+    if let Ok(fill) = crate::flows::fill::tenants(pins, tenant) {
+        tenants(encoder, &fill)?;
+        tables(encoder, pins, &fill)?;
     }
     if let Ok(reasons) = pins.reasons() {
         let values = reasons.iter().filter_map(|(&(id, number), &count)| {
@@ -234,10 +234,86 @@ fn datapath(encoder: &mut DescriptorEncoder<'_>, view: &View, pins: &Pins) -> fm
     Ok(())
 }
 
+/// What tenants use, by tenant and family.
+fn tenants(encoder: &mut DescriptorEncoder<'_>, fill: &[TenantFill]) -> fmt::Result {
+    type Pick = fn(&TenantFill) -> u64;
+    let gauges: [(&str, &str, Pick); 6] = [
+        ("flows", "Live flows, UDP among them", |fill| fill.flows),
+        ("flows_limit", "Live flows that the tenant may have, 0 = no limit", |fill| fill.flows_limit),
+        ("udp_flows", "Live UDP flows", |fill| fill.udp),
+        ("udp_flows_limit", "Live UDP flows that the tenant may have, 0 = no limit", |fill| fill.udp_limit),
+        ("half_open", "Half-open connections", |fill| fill.half_open),
+        ("half_open_limit", "Half-open connections that the tenant may have, 0 = no limit", |fill| {
+            fill.half_open_limit
+        }),
+    ];
+    for (name, help, pick) in gauges {
+        let values = fill.iter().map(|fill| {
+            let labels = vec![("tenant", fill.tenant.clone()), ("family", fill.family.clone())];
+            (labels, pick(fill) as f64)
+        });
+        gauge(encoder, name, help, None, values)?;
+    }
+    Ok(())
+}
+
+/// Fill of the flow tables, by family.
+fn tables(encoder: &mut DescriptorEncoder<'_>, pins: &Pins, fill: &[TenantFill]) -> fmt::Result {
+    let labels = |family: &str| vec![("family", family.to_owned())];
+    let used = FAMILIES.map(|family| {
+        let flows: u64 = fill.iter().filter(|fill| fill.family == family).map(|fill| fill.flows).sum();
+        (labels(family), flows as f64)
+    });
+    gauge(encoder, "flow_table_flows", "Live flows of all tenants", None, used)?;
+    let capacities = [pins.flow_capacity::<Address4>(), pins.flow_capacity::<Address6>()];
+    let room = FAMILIES
+        .into_iter()
+        .zip(capacities)
+        .filter_map(|(family, capacity)| Some((labels(family), f64::from(capacity.ok()?))));
+    gauge(encoder, "flow_table_capacity", "Flows that the table has room for", None, room)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::api::types::{ConfigStatus, Status};
+
+    /// Encodes what a function encodes.
+    #[derive(Debug)]
+    struct One<F>(F);
+
+    impl<F: Fn(&mut DescriptorEncoder<'_>) -> fmt::Result + fmt::Debug + Send + Sync + 'static> Collector for One<F> {
+        fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+            (self.0)(&mut encoder)
+        }
+    }
+
+    #[test]
+    fn each_family_of_a_tenant_has_its_figures() {
+        fn both(encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+            let of = |family: &str, flows| TenantFill {
+                tenant: "a".to_owned(),
+                family: family.to_owned(),
+                flows,
+                half_open: 3,
+                udp_limit: 7,
+                ..TenantFill::default()
+            };
+            tenants(encoder, &[of("IPv4", 20), of("IPv6", 30)])
+        }
+        let mut registry = Registry::with_prefix("lbd");
+        registry.register_collector(Box::new(One(both as fn(&mut DescriptorEncoder<'_>) -> fmt::Result)));
+        let mut text = String::new();
+        prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
+        for line in [
+            "lbd_flows{tenant=\"a\",family=\"IPv4\"} 20.0",
+            "lbd_flows{tenant=\"a\",family=\"IPv6\"} 30.0",
+            "lbd_half_open{tenant=\"a\",family=\"IPv6\"} 3.0",
+            "lbd_udp_flows_limit{tenant=\"a\",family=\"IPv4\"} 7.0",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} is missing in:\n{text}");
+        }
+    }
 
     #[test]
     fn metrics_are_openmetrics() {

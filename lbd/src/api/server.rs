@@ -18,7 +18,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::{AbortHandle, JoinSet};
 
 use super::metrics::Metrics;
-use super::types::{ApiError, Backend, Event, Names, ReloadReply, ReloadRequest, Service, Status, paths};
+use super::types::{ApiError, Backend, Event, Names, ReloadReply, ReloadRequest, Service, Status, TenantVips, paths};
 use crate::agent::AgentError;
 use crate::agent::view::{self, View};
 use crate::config::Config;
@@ -115,6 +115,7 @@ impl Api {
             .route(paths::STATUS, get(status))
             .route(paths::SERVICES, get(services))
             .route(paths::BACKENDS, get(backends))
+            .route(paths::VIPS, get(vips))
             .route(paths::EVENTS, get(events))
             .route(paths::NAMES, get(names))
             .route(paths::RELOAD, post(reload))
@@ -198,6 +199,11 @@ async fn services(State(shared): State<Shared>) -> Result<Json<Vec<Service>>, Fa
 async fn backends(State(shared): State<Shared>) -> Result<Json<Vec<Backend>>, Failure> {
     let view = shared.view();
     made(move || view::backends(&view.plan, &view.health, Timestamp::now().as_second())).await
+}
+
+async fn vips(State(shared): State<Shared>) -> Result<Json<Vec<TenantVips>>, Failure> {
+    let view = shared.view();
+    made(move || view::vips(&view.addresses, &view.plan, Timestamp::now().as_second())).await
 }
 
 async fn names(State(shared): State<Shared>) -> Result<Json<Names>, Failure> {

@@ -15,6 +15,8 @@ pub mod paths {
     pub const SERVICES: &str = "/services";
     /// `GET`: list of [`super::Backend`].
     pub const BACKENDS: &str = "/backends";
+    /// `GET`: list of [`super::TenantVips`].
+    pub const VIPS: &str = "/vips";
     /// `GET`: list of [`super::Event`], oldest first.
     pub const EVENTS: &str = "/events";
     /// `GET`: [`super::Names`].
@@ -43,6 +45,8 @@ pub struct Status {
     pub sources: Vec<SourceStatus>,
     /// Fill of the tables.
     pub tables: Vec<TableFill>,
+    /// What tenants use of what they may.
+    pub tenants: Vec<TenantFill>,
     /// The last change of the datapath.
     pub apply: ApplyStatus,
     /// What is wrong now; empty = healthy.
@@ -103,6 +107,76 @@ pub struct TableFill {
     pub used: u64,
     /// Entries that fit.
     pub capacity: u64,
+}
+
+/// What a tenant uses in one address family. A limit of 0 is none.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(default)]
+pub struct TenantFill {
+    /// Tenant.
+    pub tenant: String,
+    /// `IPv4` or `IPv6`.
+    pub family: String,
+    /// Live flows, UDP among them.
+    pub flows: u64,
+    /// Live flows that it may have.
+    pub flows_limit: u64,
+    /// Live UDP flows.
+    pub udp: u64,
+    /// Live UDP flows that it may have.
+    pub udp_limit: u64,
+    /// Half-open connections.
+    pub half_open: u64,
+    /// Half-open connections that it may have.
+    pub half_open_limit: u64,
+}
+
+/// The addresses of a tenant.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct TenantVips {
+    /// Tenant.
+    pub tenant: String,
+    /// Interface of its segment.
+    pub interface: String,
+    /// VLAN of its segment, 0 = untagged.
+    pub vlan: u16,
+    /// Its pools: `first-last`, or one address.
+    pub pools: Vec<String>,
+    /// Addresses of the pools that can still be given out; absent = not known (no agent). Of a larger pool 2^64 − 1.
+    pub free: Option<u64>,
+    /// Addresses that are something else than free, in order.
+    pub addresses: Vec<Vip>,
+}
+
+/// An address that is not free.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Vip {
+    /// Address.
+    pub address: IpAddr,
+    /// See [`vip_state`].
+    pub state: String,
+    /// Services (`namespace/name`) and frontends of the file that use it or that it is kept for.
+    #[serde(default)]
+    pub services: Vec<String>,
+    /// MAC of the other station that has it.
+    #[serde(default)]
+    pub mac: Option<String>,
+    /// Seconds until a reservation ends; absent = it does not end by itself.
+    #[serde(default)]
+    pub until_s: Option<u64>,
+}
+
+/// Values of [`Vip::state`].
+pub mod vip_state {
+    /// In use.
+    pub const USED: &str = "used";
+    /// Kept for a Service that is not there.
+    pub const RESERVED: &str = "reserved";
+    /// Another station has it, or claims it too.
+    pub const CONFLICT: &str = "conflict";
+    /// Nobody answers for it (told without an agent): another station has it, or it was being looked at when the agent ended.
+    pub const UNANSWERED: &str = "unanswered";
 }
 
 /// The last change of the datapath.

@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::io::{self, Write};
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -11,6 +12,7 @@ use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 
 use crate::agent::{self, AgentError};
 use crate::api::types::ReloadRequest;
+use crate::flows::whois::Question;
 use crate::flows::{By, Endpoint, Filter, State};
 use crate::lbctl::{self, LbctlError, Output, Place};
 
@@ -136,8 +138,19 @@ enum LbctlCommand {
     Backends,
     /// Live connections.
     Flows(FlowsArgs),
+    /// Who is behind a connection that a node or backend shows: which client, through which VIP.
+    Whois {
+        /// Source of the connection, as the backend sees it.
+        #[arg(value_name = "SNAT-IP:PORT")]
+        snat: SocketAddr,
+        /// The backend: address, or address:port, which is looked up at once. Several may have connections from one source.
+        #[arg(value_name = "BACKEND")]
+        backend: Option<Endpoint>,
+    },
+    /// Addresses of tenants: used, reserved, in conflict, and how many are free.
+    Vips,
     /// Packets not forwarded, by reason and tenant.
-    Drops,
+    Drops(DropsArgs),
     /// What happened lately.
     Events,
     /// Have the agent reload its configuration file: all of it or nothing.
@@ -171,7 +184,7 @@ struct FlowsArgs {
     /// Only this protocol.
     #[arg(long, value_name = "PROTOCOL", value_enum, ignore_case = true)]
     proto: Option<ProtocolArg>,
-    /// Only in this state: half_open, established, closing, closed or reset.
+    /// Only in this state: half_open, established, closing, closed or reset; UDP: unreplied or replied.
     #[arg(long, value_name = "STATE")]
     state: Option<State>,
     /// Only those opened at least so long ago: 90s, 15m, 2h, 1d.
@@ -183,7 +196,36 @@ struct FlowsArgs {
     /// What --top goes by [default: bytes].
     #[arg(long, value_name = "ORDER", value_enum, requires = "top")]
     by: Option<ByArg>,
+    /// Print flows as they open, change and close, until interrupted.
+    #[arg(long, conflicts_with = "top")]
+    follow: bool,
+    /// Between two looks of --follow [default: 1s].
+    #[arg(long, value_name = "TIME", value_parser = interval, requires = "follow")]
+    interval: Option<Duration>,
 }
+
+#[derive(Debug, Args)]
+struct DropsArgs {
+    /// Only this tenant's.
+    #[arg(long, value_name = "NAME")]
+    tenant: Option<String>,
+    /// Print what counters gain in each interval, until interrupted.
+    #[arg(long)]
+    watch: bool,
+    /// Between two looks of --watch [default: 1s].
+    #[arg(long, value_name = "TIME", value_parser = interval, requires = "watch")]
+    interval: Option<Duration>,
+}
+
+impl DropsArgs {
+    fn command(&self) -> lbctl::Command {
+        let watch = self.watch.then(|| self.interval.unwrap_or(INTERVAL));
+        lbctl::Command::Drops { tenant: self.tenant.clone(), watch }
+    }
+}
+
+/// Between two looks of commands that go on.
+const INTERVAL: Duration = Duration::from_secs(1);
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum ProtocolArg {
@@ -216,13 +258,35 @@ fn duration(text: &str) -> Result<Duration, String> {
     Ok(Duration::from_secs(seconds))
 }
 
+/// As [`duration`], with milliseconds (`250ms`), and at least 100 of them.
+fn interval(text: &str) -> Result<Duration, String> {
+    const SHORTEST: Duration = Duration::from_millis(100);
+    let interval = match text.strip_suffix("ms") {
+        Some(number) if number.bytes().all(|byte| byte.is_ascii_digit()) => {
+            Duration::from_millis(number.parse().map_err(|_| format!("\"{text}\" is no time: write 250ms or 5s"))?)
+        }
+        _ => duration(text)?,
+    };
+    if interval < SHORTEST { Err("the shortest interval is 100ms".to_owned()) } else { Ok(interval) }
+}
+
 impl FlowsArgs {
+    fn command(&self) -> lbctl::Command {
+        let filter = self.filter();
+        if self.follow {
+            lbctl::Command::Follow { filter, interval: self.interval.unwrap_or(INTERVAL) }
+        } else {
+            lbctl::Command::Flows { filter, top: self.top.map(|count| (count, self.order())) }
+        }
+    }
+
     fn filter(&self) -> Filter {
         Filter {
             tenant: self.tenant.clone(),
             vip: self.vip,
             client: self.client,
             backend: self.backend,
+            snat: None,
             service: self.service.clone(),
             protocol: self.proto.map(|proto| match proto {
                 ProtocolArg::Tcp => 6,
@@ -336,10 +400,10 @@ fn run_lbctl(arguments: &Lbctl) -> u8 {
         LbctlCommand::Status { check } => lbctl::Command::Status { check: *check },
         LbctlCommand::Services => lbctl::Command::Services,
         LbctlCommand::Backends => lbctl::Command::Backends,
-        LbctlCommand::Flows(flows) => {
-            lbctl::Command::Flows { filter: flows.filter(), top: flows.top.map(|count| (count, flows.order())) }
-        }
-        LbctlCommand::Drops => lbctl::Command::Drops,
+        LbctlCommand::Flows(flows) => flows.command(),
+        LbctlCommand::Whois { snat, backend } => lbctl::Command::Whois(Question { snat: *snat, backend: *backend }),
+        LbctlCommand::Vips => lbctl::Command::Vips,
+        LbctlCommand::Drops(drops) => drops.command(),
         LbctlCommand::Events => lbctl::Command::Events,
         LbctlCommand::Reload { dry_run, accept_loss } => {
             lbctl::Command::Reload(ReloadRequest { dry_run: *dry_run, accept_loss: *accept_loss })
@@ -408,18 +472,54 @@ mod tests {
     #[test]
     fn what_is_not_built_is_refused_by_name_and_not_shown() {
         let help = Lbctl::command().render_long_help().to_string();
-        for name in ["explain", "capture", "whois", "vips", "drain", "undrain", "kill", "adopt", "verify", "bundle"] {
+        for name in ["explain", "capture", "drain", "undrain", "kill", "adopt", "verify", "bundle"] {
             let error = lbctl(&[name]).unwrap_err();
             assert_eq!(error.exit_code(), 2);
             assert!(error.to_string().contains(name), "{error}");
             assert!(!help.contains(name), "{help}");
         }
-        for wrong in [["flows", "--follow"], ["drops", "--watch"]] {
-            let error = lbctl(&wrong).unwrap_err();
-            assert_eq!(error.exit_code(), 2);
-            assert!(error.to_string().contains(wrong[1]), "{error}");
-        }
         assert_eq!(Lbd::try_parse_from(["lbd", "detach", "--release"]).unwrap_err().exit_code(), 2);
+    }
+
+    #[test]
+    fn what_goes_on_says_how_often() {
+        let flows = |line: &str| match lbctl(&line.split(' ').collect::<Vec<_>>()).unwrap().command {
+            LbctlCommand::Flows(flows) => flows.command(),
+            LbctlCommand::Drops(drops) => drops.command(),
+            other => panic!("{other:?}"),
+        };
+        let tcp = Filter { protocol: Some(6), ..Filter::default() };
+        assert_eq!(flows("flows --follow --proto tcp"), lbctl::Command::Follow { filter: tcp, interval: INTERVAL });
+        let often = lbctl::Command::Follow { filter: Filter::default(), interval: Duration::from_millis(250) };
+        assert_eq!(flows("flows --follow --interval 250ms"), often);
+        assert_eq!(flows("drops"), lbctl::Command::Drops { tenant: None, watch: None });
+        let tenant = Some("a".to_owned());
+        assert_eq!(flows("drops --watch --tenant a"), lbctl::Command::Drops { tenant, watch: Some(INTERVAL) });
+        for wrong in [
+            "flows --follow --top 3",
+            "flows --interval 1s",
+            "flows --follow --interval 99ms",
+            "flows --follow --interval 0",
+            "flows --follow --interval soon",
+            "drops --interval 1s",
+        ] {
+            assert_eq!(lbctl(&wrong.split(' ').collect::<Vec<_>>()).unwrap_err().exit_code(), 2, "{wrong}");
+        }
+    }
+
+    #[test]
+    fn who_is_asked_for() {
+        let asked = |arguments: &[&str]| match lbctl(&[&["whois"], arguments].concat())?.command {
+            LbctlCommand::Whois { snat, backend } => Ok::<_, clap::Error>((snat, backend)),
+            other => panic!("{other:?}"),
+        };
+        let (snat, backend) = asked(&["[2001:db8::2]:1024", "2001:db8::11"]).unwrap();
+        assert_eq!((snat.port(), backend.and_then(|backend| backend.socket())), (1024, None));
+        let (_, backend) = asked(&["10.0.0.2:1024", "10.0.0.11:443"]).unwrap();
+        assert_eq!(backend.and_then(|backend| backend.socket()), Some("10.0.0.11:443".parse().unwrap()));
+        for wrong in [&["10.0.0.2"][..], &[], &["2001:db8::2"], &["10.0.0.2:1024", "node"], &["a", "b", "c"]] {
+            assert_eq!(asked(wrong).unwrap_err().exit_code(), 2, "{wrong:?}");
+        }
     }
 
     #[test]

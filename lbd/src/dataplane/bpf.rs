@@ -2,6 +2,7 @@
 //!
 //! The layouts are those of `union bpf_attr` in `include/uapi/linux/bpf.h`.
 
+use std::collections::BTreeSet;
 use std::ffi::CString;
 use std::io;
 use std::marker::PhantomData;
@@ -369,6 +370,8 @@ pub(super) fn create_map(name: &str, shape: &MapInfo) -> io::Result<OwnedFd> {
 
 /// Elements asked for in one batch.
 const BATCH: usize = 16_384;
+/// Bytes for a batch's position.
+const POSITION: usize = 64;
 
 /// A map with typed keys and values. The sizes have been compared with the kernel's.
 pub(super) struct Map<K, V> {
@@ -478,8 +481,8 @@ impl<K: Pod, V: Pod> Map<K, V> {
     /// Hands every element to `each`, in no order. Elements that come or go meanwhile may be missed or, in a hash, seen twice.
     pub(super) fn for_each(&self, mut each: impl FnMut(&K, &V)) -> io::Result<()> {
         // The position is a bucket number for hashes and a key for arrays.
-        let mut position = [0_u8; 64];
-        let mut next = [0_u8; 64];
+        let mut position = [0_u8; POSITION];
+        let mut next = [0_u8; POSITION];
         let mut first = true;
         let mut capacity = BATCH.min(self.info.max_entries.max(1) as usize);
         let mut keys = vec![K::zeroed(); capacity];
@@ -524,6 +527,87 @@ impl<K: Pod, V: Pod> Map<K, V> {
         }
     }
 
+    /// As [`Self::for_each`] of a hash, by several threads if it is large: each gathers in what `new` makes.
+    pub(super) fn gather<T: Send>(
+        &self,
+        new: impl Fn() -> T + Sync,
+        each: impl Fn(&mut T, &K, &V) + Sync,
+    ) -> io::Result<Vec<T>> {
+        /// Smaller maps are read sooner than a thread starts.
+        const LARGE: u32 = 65_536;
+        // As the kernel makes them. A batch may begin at any bucket.
+        let buckets = self.info.max_entries.checked_next_power_of_two().unwrap_or(1 << 31);
+        let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(8) as u32;
+        if threads == 1 || self.info.max_entries < LARGE || size_of::<K>() > POSITION {
+            let mut gathered = new();
+            self.for_each(|key, value| each(&mut gathered, key, value))?;
+            return Ok(vec![gathered]);
+        }
+        let bound = |part: u32| (u64::from(buckets) * u64::from(part) / u64::from(threads)) as u32;
+        let part = |number: u32| {
+            let mut gathered = new();
+            let end = (number + 1 < threads).then(|| bound(number + 1));
+            self.buckets(bound(number), end, |key, value| each(&mut gathered, key, value))?;
+            Ok(gathered)
+        };
+        let parts: Vec<io::Result<T>> = std::thread::scope(|scope| {
+            let others: Vec<_> = (1..threads).map(|number| scope.spawn(move || part(number))).collect();
+            let joined = others.into_iter().map(|thread| {
+                thread.join().unwrap_or_else(|_| Err(io::Error::other("a thread that reads the map has ended")))
+            });
+            // The first part is this thread's.
+            let first = part(0);
+            std::iter::once(first).chain(joined).collect()
+        });
+        match parts.into_iter().collect() {
+            // Then it was the first call that failed: nothing is gathered twice.
+            Err(error) if no_batches(&error) => {
+                let mut gathered = new();
+                self.walk(|key, value| each(&mut gathered, key, value))?;
+                Ok(vec![gathered])
+            }
+            result => result,
+        }
+    }
+
+    /// The elements of the buckets from `start` up to `end` (`None`: the last) of a hash.
+    fn buckets(&self, start: u32, end: Option<u32>, mut each: impl FnMut(&K, &V)) -> io::Result<()> {
+        let mut batch = Batch::new(BATCH);
+        let mut position = start;
+        loop {
+            let (count, next) = batch.read(self.map(), position)?;
+            let past = end.filter(|&end| next.is_none_or(|next| next > end));
+            let Some(end) = past else {
+                for (key, value) in batch.keys[..count].iter().zip(&batch.values[..count]) {
+                    each(key, value);
+                }
+                match next {
+                    Some(next) if Some(next) != end => position = next,
+                    _ => return Ok(()),
+                }
+                continue;
+            };
+            // A batch ends where its room does, here behind the end: what lies there is read once more, to be left out.
+            let mut behind = BTreeSet::new();
+            let mut beyond = Batch::<K, V>::new(BATCH);
+            let mut from = end;
+            loop {
+                let (count, after) = beyond.read(self.map(), from)?;
+                behind.extend(beyond.keys[..count].iter().map(|key| bytemuck::bytes_of(key).to_vec()));
+                match after {
+                    Some(after) if next.is_none_or(|next| after < next) => from = after,
+                    _ => break,
+                }
+            }
+            for (key, value) in batch.keys[..count].iter().zip(&batch.values[..count]) {
+                if !behind.contains(bytemuck::bytes_of(key)) {
+                    each(key, value);
+                }
+            }
+            return Ok(());
+        }
+    }
+
     /// As [`Self::for_each`], key by key.
     fn walk(&self, mut each: impl FnMut(&K, &V)) -> io::Result<()> {
         let mut key: Option<K> = None;
@@ -546,6 +630,50 @@ impl<K: Pod, V: Pod> Map<K, V> {
                 each(&next, &value);
             }
             key = Some(next);
+        }
+    }
+}
+
+/// Room for a batch of a hash.
+struct Batch<K, V> {
+    keys: Vec<K>,
+    values: Vec<V>,
+}
+
+impl<K: Pod, V: Pod> Batch<K, V> {
+    fn new(capacity: usize) -> Self {
+        Self { keys: vec![K::zeroed(); capacity], values: vec![V::zeroed(); capacity] }
+    }
+
+    /// Reads what fits from this bucket on: the number of elements, and the bucket to go on with (`None`: there are no more).
+    fn read(&mut self, map: u32, bucket: u32) -> io::Result<(usize, Option<u32>)> {
+        loop {
+            let capacity = self.keys.len();
+            let (position, mut next) = ([bucket; POSITION / 4], [0_u32; POSITION / 4]);
+            let mut attribute = BatchAttribute {
+                position_in: address(&position),
+                position_out: address_mut(&mut next),
+                keys: address_mut(self.keys.as_mut_slice()),
+                values: address_mut(self.values.as_mut_slice()),
+                count: capacity as u32,
+                map,
+                element_flags: 0,
+                flags: 0,
+            };
+            // SAFETY: room for `count` keys and values of the map's sizes, which are those of the types (`Map::new` has checked); a
+            // position is a bucket number.
+            match unsafe { call(MAP_LOOKUP_BATCH, &mut attribute) } {
+                Ok(_) => return Ok(((attribute.count as usize).min(capacity), Some(next[0]))),
+                Err(error) if error.raw_os_error() == Some(libc::ENOENT) => {
+                    return Ok(((attribute.count as usize).min(capacity), None));
+                }
+                // A bucket with more elements than there was room for.
+                Err(error) if error.raw_os_error() == Some(libc::ENOSPC) => {
+                    self.keys.resize(capacity * 2, K::zeroed());
+                    self.values.resize(capacity * 2, V::zeroed());
+                }
+                Err(error) => return Err(error),
+            }
         }
     }
 }

@@ -54,7 +54,7 @@ use engine::{Engine, Programs, Tables};
 pub use error::DataplaneError;
 use loader::{Loaded, Loader, Nic, Paths};
 use netlink::{Client, Events};
-pub use pins::{Fill, FlowPair, Pins};
+pub use pins::{Answers, Fill, FlowPair, FlowTables, Pins};
 use worker::{Shared, Workers};
 
 /// The BPF object that this binary was built with; empty if there was none.
@@ -299,6 +299,11 @@ impl Dataplane {
     /// Addresses of pools and VIPs that another station answers for.
     pub fn taken(&self) -> watch::Receiver<BTreeSet<(SegmentName, IpAddr)>> {
         self.shared.taken.subscribe()
+    }
+
+    /// Stations that answer for addresses of pools and VIPs, or that claim one that is ours: their MACs.
+    pub fn holders(&self) -> watch::Receiver<BTreeMap<(SegmentName, IpAddr), [u8; 6]>> {
+        self.shared.holders.subscribe()
     }
 
     /// What an operator should know: address conflicts, a fall-back to generic mode.

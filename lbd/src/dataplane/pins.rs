@@ -1,36 +1,79 @@
 //! A read-only view of the pinned maps, for `lbctl`: works with the agent dead.
 
 use std::collections::{BTreeMap, HashMap};
-use std::hash::{BuildHasherDefault, Hasher};
+use std::hash::{BuildHasher, BuildHasherDefault, Hash, Hasher};
 use std::io;
 use std::net::IpAddr;
 use std::os::fd::OwnedFd;
+use std::panic::resume_unwind;
 use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use bytemuck::Pod;
 use lbd_common::abi::{
-    self, AddressKey, Backend, ControlRequest4, FLOW_DEAD, FLOW_REVERSE, Flow4, FlowKey4, Frontend, FrontendCounters,
-    FrontendEvents, FrontendKey, HalfOpen4, HalfOpenSet4, LocalAddress, MaglevChunk, NextHop, Segment, Settings,
-    Tenant, TenantUse, Timeouts, Traffic, control, names,
+    self, Address, Address4, Address6, AddressKey, Backend, ControlRequest4, FLOW_DEAD, FLOW_REVERSE, Flow, FlowKey,
+    Frontend, FrontendCounters, FrontendEvents, FrontendKey, FrontendOwner, HalfOpen, HalfOpenSet, LocalAddress,
+    MaglevChunk, NextHop, Segment, Settings, Tenant, TenantUse, Timeouts, Traffic, control, names,
 };
-use lbd_common::half_open;
+use lbd_common::{half_open, hash};
 
 use super::bpf::{self, Map, PerCpu};
 use super::contents::{self, HopKey};
 use super::loader::{self, HOP_RECORDS, Paths};
 use super::{Attached, DataplaneError, engine};
 
+/// The tables of one address family.
+pub trait FlowTables: Address {
+    /// Place among a tenant's limits and uses ([`Tenant::families`]).
+    const FAMILY: usize;
+    /// Name of the flow table.
+    const FLOWS: &'static str;
+    /// Name of the table of half-open connections.
+    const HALF_OPEN: &'static str;
+}
+
+impl FlowTables for Address4 {
+    const FAMILY: usize = 0;
+    const FLOWS: &'static str = names::FLOWS4;
+    const HALF_OPEN: &'static str = names::HALF_OPEN4;
+}
+
+impl FlowTables for Address6 {
+    const FAMILY: usize = 1;
+    const FLOWS: &'static str = names::FLOWS6;
+    const HALF_OPEN: &'static str = names::HALF_OPEN6;
+}
+
 /// A flow: both halves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct FlowPair {
+pub struct FlowPair<A: Address> {
     /// Client → VIP, as it arrives.
-    pub key: FlowKey4,
+    pub key: FlowKey<A>,
     /// The forward half.
-    pub forward: Flow4,
+    pub forward: Flow<A>,
     /// The reverse half, if it was found.
-    pub reverse: Option<Flow4>,
+    pub reverse: Option<Answers>,
     /// Segment of the backend; 0 if it is not known any more.
     pub backend_segment: u16,
+}
+
+/// What the reverse half of a flow adds to the forward half.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Answers {
+    /// Tick of the last packet.
+    pub last_seen: u32,
+    /// `FLOW_*` bits.
+    pub state: u16,
+    /// Bytes of IP packets.
+    pub bytes: u64,
+    /// Packets.
+    pub packets: u64,
+}
+
+impl<A: Address> From<&Flow<A>> for Answers {
+    fn from(half: &Flow<A>) -> Self {
+        Self { last_seen: half.last_seen, state: half.state, bytes: half.bytes, packets: half.packets() }
+    }
 }
 
 /// How full a map is.
@@ -111,52 +154,98 @@ impl Pins {
         Ok((answer.jiffies >> abi::TICK_SHIFT) as u32)
     }
 
-    /// All live flows.
-    pub fn flows(&self) -> Result<Vec<FlowPair>, DataplaneError> {
-        let segments: BTreeMap<u16, u16> =
-            self.next_hops()?.into_iter().map(|(index, (_, hop))| (index, hop.segment)).collect();
-        // Room for all at once: growing to a million flows would copy them again and again.
-        let live = self.tenants()?.values().map(|(_, used)| used.families[0].flows).sum::<u64>();
-        let live = live.min(1 << 21) as usize;
-        let mut forward = Vec::with_capacity(live);
-        let mut reverse: HashMap<[u8; 16], Flow4, BuildHasherDefault<KeyHasher>> =
-            HashMap::with_capacity_and_hasher(live, BuildHasherDefault::default());
-        self.map::<FlowKey4, Flow4>(names::FLOWS4)?
-            .for_each(|key, flow| {
-                if flow.state & FLOW_DEAD != 0 {
-                    return;
-                }
-                if flow.state & FLOW_REVERSE == 0 {
-                    forward.push((*key, *flow));
-                } else {
-                    reverse.insert(key_bytes(key), *flow);
+    /// All live flows of a family, in no order, handed to `each` by several threads, each with what `new` made for it.
+    ///
+    /// `wanted` is asked about either half before it is kept; it must say the same of both.
+    pub fn flows<A: FlowTables, T: Send>(
+        &self,
+        wanted: impl Fn(&FlowKey<A>, &Flow<A>) -> bool + Sync,
+        new: impl Fn() -> T + Sync,
+        each: impl Fn(&mut T, &FlowPair<A>) + Sync,
+    ) -> Result<Vec<T>, DataplaneError> {
+        let segments = self.hop_segments()?;
+        let halves = self
+            .map::<FlowKey<A>, Flow<A>>(A::FLOWS)?
+            .gather(Halves::new, |halves: &mut Halves<A>, key, flow| {
+                if flow.state & FLOW_DEAD == 0 && wanted(key, flow) {
+                    halves.add(key, flow, &segments);
                 }
             })
-            .map_err(DataplaneError::system(format!("cannot read map {}", names::FLOWS4)))?;
-        Ok(forward
-            .into_iter()
-            .map(|(key, forward)| {
-                let backend_segment = segments.get(&forward.next_hop).copied().unwrap_or(0);
-                let other = FlowKey4::reply(&forward.to, backend_segment, key.protocol);
-                FlowPair { key, forward, reverse: reverse.get(&key_bytes(&other)).copied(), backend_segment }
-            })
-            .collect())
+            .map_err(DataplaneError::system(format!("cannot read map {}", A::FLOWS)))?;
+        Ok(join(&halves, new, each))
     }
 
-    /// Half-open connections whose record may be read.
-    pub fn half_open(&self) -> Result<Vec<HalfOpen4>, DataplaneError> {
+    /// The live flow whose replies have this key.
+    pub fn flow_of_reply<A: FlowTables>(&self, reply: &FlowKey<A>) -> Result<Option<FlowPair<A>>, DataplaneError> {
+        let map = self.map::<FlowKey<A>, Flow<A>>(A::FLOWS)?;
+        let get = |key: &FlowKey<A>| {
+            let found = map.get(key).map_err(DataplaneError::system(format!("cannot read map {}", A::FLOWS)))?;
+            Ok::<_, DataplaneError>(found.filter(|half| half.state & FLOW_DEAD == 0))
+        };
+        let Some(reverse) = get(reply)?.filter(|half| half.state & FLOW_REVERSE != 0) else { return Ok(None) };
+        let hop = self
+            .map::<u32, NextHop>(names::NEXT_HOPS)?
+            .get(&u32::from(reverse.next_hop))
+            .map_err(DataplaneError::system(format!("cannot read map {}", names::NEXT_HOPS)))?;
+        let key = FlowKey::reply(&reverse.to, hop.map_or(0, |hop| hop.segment), reply.protocol);
+        let forward = get(&key)?.filter(|half| half.state & FLOW_REVERSE == 0);
+        Ok(forward.map(|forward| FlowPair {
+            key,
+            forward,
+            reverse: Some(Answers::from(&reverse)),
+            backend_segment: reply.segment,
+        }))
+    }
+
+    /// Half-open connections of a family whose record may be read.
+    pub fn half_open<A: FlowTables>(&self) -> Result<Vec<HalfOpen<A>>, DataplaneError> {
         let now = self.now()?;
         let mut found = Vec::new();
-        self.map::<u32, HalfOpenSet4>(names::HALF_OPEN4)?
-            .for_each(|_, set| {
-                for (&tag, record) in set.tags.iter().zip(&set.records) {
-                    if half_open::readable(tag, now) {
-                        found.push(*record);
-                    }
+        self.map::<u32, HalfOpenSet<A>>(A::HALF_OPEN)?
+            .for_each(|_, set| found.extend(readable(set, now)))
+            .map_err(DataplaneError::system(format!("cannot read map {}", A::HALF_OPEN)))?;
+        Ok(found)
+    }
+
+    /// Half-open connections with this SNAT port, and some others.
+    pub fn half_open_at<A: FlowTables>(&self, port: u16) -> Result<Vec<HalfOpen<A>>, DataplaneError> {
+        let now = self.now()?;
+        let map = self.map::<u32, HalfOpenSet<A>>(A::HALF_OPEN)?;
+        let set = map
+            .get(&hash::half_open_set(port, map.info().max_entries))
+            .map_err(DataplaneError::system(format!("cannot read map {}", A::HALF_OPEN)))?;
+        Ok(set.iter().flat_map(|set| readable(set, now)).collect())
+    }
+
+    /// Segments that next hops lead to, by index of the hop; 0 = unused.
+    fn hop_segments(&self) -> Result<Vec<u16>, DataplaneError> {
+        let mut segments = vec![0; usize::from(u16::MAX) + 1];
+        self.map::<u32, NextHop>(names::NEXT_HOPS)?
+            .for_each(|&index, hop| {
+                if let Some(slot) = segments.get_mut(index as usize).filter(|_| hop.ifindex != 0) {
+                    *slot = hop.segment;
                 }
             })
-            .map_err(DataplaneError::system(format!("cannot read map {}", names::HALF_OPEN4)))?;
-        Ok(found)
+            .map_err(DataplaneError::system(format!("cannot read map {}", names::NEXT_HOPS)))?;
+        Ok(segments)
+    }
+
+    /// Owners of frontends, by frontend id.
+    pub fn owners(&self) -> Result<Vec<FrontendOwner>, DataplaneError> {
+        let mut owners = vec![FrontendOwner::ZERO; abi::MAX_FRONTENDS as usize];
+        self.map::<u32, FrontendOwner>(names::FRONTEND_OWNERS)?
+            .for_each(|&id, owner| {
+                if let Some(slot) = owners.get_mut(id as usize) {
+                    *slot = *owner;
+                }
+            })
+            .map_err(DataplaneError::system(format!("cannot read map {}", names::FRONTEND_OWNERS)))?;
+        Ok(owners)
+    }
+
+    /// Flows that a family's table has room for.
+    pub fn flow_capacity<A: FlowTables>(&self) -> Result<u32, DataplaneError> {
+        Ok(self.map::<FlowKey<A>, Flow<A>>(A::FLOWS)?.info().max_entries / 2)
     }
 
     /// Timeouts, by index.
@@ -292,21 +381,26 @@ impl Pins {
         loader::attached(&self.paths)
     }
 
-    /// How full the tables are. Counts flows, so it takes as long as [`Self::flows`].
+    fn fill_of<A: FlowTables>(&self, fill: &mut Vec<Fill>) -> Result<(), DataplaneError> {
+        let flows = self.map::<FlowKey<A>, Flow<A>>(A::FLOWS)?;
+        let counts = flows
+            .gather(|| 0, |count: &mut u64, _, _| *count += 1)
+            .map_err(DataplaneError::system(format!("cannot read map {}", A::FLOWS)))?;
+        fill.push(Fill { name: A::FLOWS, max: flows.info().max_entries, used: Some(counts.into_iter().sum()) });
+        let sets = self.map::<u32, HalfOpenSet<A>>(A::HALF_OPEN)?.info().max_entries;
+        fill.push(Fill {
+            name: A::HALF_OPEN,
+            max: sets * abi::HALF_OPEN_WAYS as u32,
+            used: Some(self.half_open::<A>()?.len() as u64),
+        });
+        Ok(())
+    }
+
+    /// How full the tables are. Counts halves of flows one by one: seconds, if there are millions.
     pub fn fill(&self) -> Result<Vec<Fill>, DataplaneError> {
         let mut fill = Vec::new();
-        let flows = self.map::<FlowKey4, Flow4>(names::FLOWS4)?;
-        let mut used = 0;
-        flows
-            .for_each(|_, _| used += 1)
-            .map_err(DataplaneError::system(format!("cannot read map {}", names::FLOWS4)))?;
-        fill.push(Fill { name: names::FLOWS4, max: flows.info().max_entries, used: Some(used) });
-        let half_open = self.map::<u32, HalfOpenSet4>(names::HALF_OPEN4)?.info().max_entries;
-        fill.push(Fill {
-            name: names::HALF_OPEN4,
-            max: half_open * abi::HALF_OPEN_WAYS as u32,
-            used: Some(self.half_open()?.len() as u64),
-        });
+        self.fill_of::<Address4>(&mut fill)?;
+        self.fill_of::<Address6>(&mut fill)?;
         let frontends = self.frontends()?;
         let tables: BTreeMap<u32, u32> =
             frontends.iter().map(|frontend| (frontend.table, contents::chunks(frontend.table_size))).collect();
@@ -330,10 +424,91 @@ fn sum(values: impl Iterator<Item = u64>) -> u64 {
     values.fold(0, u64::wrapping_add)
 }
 
-fn key_bytes(key: &FlowKey4) -> [u8; 16] {
-    let mut bytes = [0; 16];
-    bytes.copy_from_slice(bytemuck::bytes_of(key));
-    bytes
+fn readable<A: Address>(set: &HalfOpenSet<A>, now: u32) -> impl Iterator<Item = HalfOpen<A>> {
+    set.tags.iter().zip(&set.records).filter(move |&(&tag, _)| half_open::readable(tag, now)).map(|(_, record)| *record)
+}
+
+/// Halves are sorted into so many parts by the hash of the reply's key, so that both halves of a flow lie in one part, and looking for
+/// one among the halves of its part stays in the cache.
+const PARTS: usize = 128;
+
+/// Halves of flows, as one thread has read them.
+struct Halves<A: Address> {
+    parts: Vec<Part<A>>,
+}
+
+struct Part<A: Address> {
+    /// Without [`FlowPair::reverse`] yet.
+    forward: Vec<FlowPair<A>>,
+    reverse: Vec<(ReplyKey<A>, Answers)>,
+}
+
+impl<A: Address> Halves<A> {
+    fn new() -> Self {
+        let part = || Part { forward: Vec::new(), reverse: Vec::new() };
+        Self { parts: std::iter::repeat_with(part).take(PARTS).collect() }
+    }
+
+    fn add(&mut self, key: &FlowKey<A>, half: &Flow<A>, segments: &[u16]) {
+        if half.state & FLOW_REVERSE == 0 {
+            let backend_segment = segments.get(usize::from(half.next_hop)).copied().unwrap_or(0);
+            let reply = ReplyKey(FlowKey::reply(&half.to, backend_segment, key.protocol));
+            let pair = FlowPair { key: *key, forward: *half, reverse: None, backend_segment };
+            self.parts[reply.part()].forward.push(pair);
+        } else {
+            let reply = ReplyKey(*key);
+            self.parts[reply.part()].reverse.push((reply, Answers::from(half)));
+        }
+    }
+}
+
+/// Finds the reverse half of every forward half, and hands the pairs over.
+fn join<A: Address, T: Send>(
+    halves: &[Halves<A>],
+    new: impl Fn() -> T + Sync,
+    each: impl Fn(&mut T, &FlowPair<A>) + Sync,
+) -> Vec<T> {
+    let next = AtomicUsize::new(0);
+    let work = || {
+        let mut result = new();
+        let mut replies: HashMap<ReplyKey<A>, Answers, BuildHasherDefault<KeyHasher>> = HashMap::default();
+        loop {
+            let number = next.fetch_add(1, Ordering::Relaxed);
+            if number >= PARTS {
+                return result;
+            }
+            let parts = || halves.iter().map(|halves| &halves.parts[number]);
+            replies.clear();
+            replies.extend(parts().flat_map(|part| part.reverse.iter().copied()));
+            for pair in parts().flat_map(|part| &part.forward) {
+                let reply = ReplyKey(FlowKey::reply(&pair.forward.to, pair.backend_segment, pair.key.protocol));
+                each(&mut result, &FlowPair { reverse: replies.get(&reply).copied(), ..*pair });
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        let others: Vec<_> = halves.iter().skip(1).map(|_| scope.spawn(work)).collect();
+        let mut results = vec![work()];
+        // A thread ends early only by a panic, which is handed on.
+        results.extend(others.into_iter().map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic))));
+        results
+    })
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct ReplyKey<A: Address>(FlowKey<A>);
+
+impl<A: Address> ReplyKey<A> {
+    fn part(&self) -> usize {
+        // The highest bits: a hash map of one part goes by the lowest and the next highest.
+        (BuildHasherDefault::<KeyHasher>::default().hash_one(self) >> 32) as usize % PARTS
+    }
+}
+
+impl<A: Address> Hash for ReplyKey<A> {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        state.write(bytemuck::bytes_of(&self.0));
+    }
 }
 
 /// A fast hash for a million flow keys. The table lives for one listing, so clients gain nothing from aiming at it.
@@ -351,5 +526,96 @@ impl Hasher for KeyHasher {
             word[..part.len()].copy_from_slice(part);
             self.0 = (self.0.rotate_left(23) ^ u64::from_ne_bytes(word)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{Ipv4Addr, Ipv6Addr};
+
+    use lbd_common::abi::Tuple;
+
+    use super::*;
+
+    const SEGMENTS: [u16; 3] = [0, 1, 2];
+
+    /// Halves of `count` flows of clients in segment 2 to a backend in segment 1.
+    fn halves<A: Address>(
+        count: u16,
+        client: A::Ip,
+        vip: A::Ip,
+        snat: A::Ip,
+        backend: A::Ip,
+    ) -> Vec<(FlowKey<A>, Flow<A>)> {
+        (0..count)
+            .flat_map(|number| {
+                let tuple = Tuple::new((client, number), (vip, 443));
+                let to = Tuple::new((snat, number), (backend, 30443));
+                let key = FlowKey { tuple, segment: 2, protocol: 6, pad: 0 };
+                let reply = FlowKey::reply(&to, 1, 6);
+                let forward = Flow { tuple, segment: 2, next_hop: 1, to, bytes: u64::from(number), ..Flow::ZERO };
+                let reverse = Flow {
+                    tuple: reply.tuple,
+                    segment: 1,
+                    next_hop: 2,
+                    to: tuple.turned(),
+                    bytes: 1000 + u64::from(number),
+                    packets_high: 1,
+                    state: FLOW_REVERSE,
+                    ..Flow::ZERO
+                };
+                [(key, forward), (reply, reverse)]
+            })
+            .collect()
+    }
+
+    fn joined<A: Address>(all: &[(FlowKey<A>, Flow<A>)]) -> Vec<FlowPair<A>> {
+        // As two threads would have read them: the halves of a flow may be in both.
+        let mut read = [Halves::new(), Halves::new()];
+        for ((key, half), number) in all.iter().zip(0..) {
+            read[number % 2].add(key, half, &SEGMENTS);
+        }
+        let mut pairs = join(&read, Vec::new, |pairs: &mut Vec<_>, pair| pairs.push(*pair)).concat();
+        pairs.sort_by_key(|pair| pair.forward.bytes);
+        pairs
+    }
+
+    #[test]
+    fn halves_find_each_other_in_both_families() {
+        let four = halves::<Address4>(
+            5000,
+            Ipv4Addr::new(192, 0, 2, 9),
+            Ipv4Addr::new(192, 0, 2, 34),
+            Ipv4Addr::new(10, 0, 0, 2),
+            Ipv4Addr::new(10, 0, 0, 11),
+        );
+        let pairs = joined(&four);
+        assert_eq!(pairs.len(), 5000);
+        for (pair, number) in pairs.iter().zip(0..) {
+            assert_eq!(pair.forward.bytes, number);
+            let expected = Answers { bytes: 1000 + number, packets: 1 << 32, state: FLOW_REVERSE, last_seen: 0 };
+            assert_eq!((pair.reverse, pair.backend_segment), (Some(expected), 1));
+        }
+        let address = |last| Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, last);
+        let six = halves::<Address6>(300, address(1), address(2), address(3), address(4));
+        assert!(joined(&six).iter().all(|pair| pair.reverse.is_some()));
+        assert_eq!(joined(&six).len(), 300);
+    }
+
+    #[test]
+    fn a_half_alone_stays_alone() {
+        let all = halves::<Address4>(
+            2,
+            Ipv4Addr::new(192, 0, 2, 9),
+            Ipv4Addr::new(192, 0, 2, 34),
+            Ipv4Addr::new(10, 0, 0, 2),
+            Ipv4Addr::new(10, 0, 0, 11),
+        );
+        // The first forward half, the second reverse half; and one that arrives in another segment.
+        let mut other = all[1];
+        other.0.segment = 2;
+        let pairs = joined(&[all[0], all[3], other]);
+        assert_eq!(pairs.len(), 1);
+        assert_eq!(pairs[0].reverse, None);
     }
 }

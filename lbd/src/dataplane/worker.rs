@@ -34,6 +34,7 @@ pub(super) struct Shared {
     pub(super) loader: Mutex<Loader>,
     pub(super) facts: watch::Sender<HostFacts>,
     pub(super) taken: watch::Sender<BTreeSet<(SegmentName, IpAddr)>>,
+    pub(super) holders: watch::Sender<BTreeMap<(SegmentName, IpAddr), [u8; 6]>>,
     pub(super) notices: watch::Sender<Vec<Notice>>,
     stop: AtomicBool,
 }
@@ -46,6 +47,7 @@ impl Shared {
             loader: Mutex::new(loader),
             facts,
             taken: watch::Sender::default(),
+            holders: watch::Sender::default(),
             notices: watch::Sender::default(),
             stop: AtomicBool::new(false),
         }
@@ -465,6 +467,9 @@ fn publish(shared: &Shared, engine: &Engine) {
         .into_keys()
         .filter_map(|place| Some((engine.whose(place)?.segment, place.address)))
         .collect();
+    let holders = (engine.claims.taken().into_iter().chain(engine.claims.conflicts()))
+        .filter_map(|(place, mac)| Some(((engine.whose(place)?.segment, place.address), mac)))
+        .collect();
     let mut notices: Vec<Notice> = engine
         .claims
         .conflicts()
@@ -502,6 +507,7 @@ fn publish(shared: &Shared, engine: &Engine) {
     }
     notices.sort();
     shared.taken.send_if_modified(|old| replace(old, taken));
+    shared.holders.send_if_modified(|old| replace(old, holders));
     shared.notices.send_if_modified(|old| replace(old, notices));
 }
 

@@ -5,15 +5,23 @@ use std::collections::{BTreeMap, BinaryHeap};
 use std::fmt;
 use std::net::{IpAddr, SocketAddr, SocketAddrV4};
 use std::str::FromStr;
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use ipnet::IpNet;
 use lbd_common::abi::{
-    FLOW_DEAD, FLOW_FIN, FLOW_PEER_FIN, FLOW_RESET, Flow4, Frontend, HALF_OPEN_REFUSED, HalfOpen4, Timeouts,
+    Address, FLOW_DEAD, FLOW_FIN, FLOW_PEER_FIN, FLOW_REPLIED, FLOW_RESET, FLOW_REVERSE, FLOW_UDP, FlowKey, Frontend,
+    HALF_OPEN_REFUSED, HalfOpen,
 };
 use serde::{Serialize, Serializer};
 
-use crate::dataplane::FlowPair;
+pub use self::live::{Lifetimes, Live};
+use crate::dataplane::{FlowPair, FlowTables};
+
+pub mod fill;
+pub mod follow;
+mod live;
+pub mod whois;
 
 /// State of a flow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -28,11 +36,16 @@ pub enum State {
     Closed,
     /// One side has sent a RST; kept for late packets.
     Reset,
+    /// UDP: the backend has not answered yet.
+    Unreplied,
+    /// UDP: the backend has answered.
+    Replied,
 }
 
 impl State {
     /// All states.
-    pub const ALL: [Self; 5] = [Self::HalfOpen, Self::Established, Self::Closing, Self::Closed, Self::Reset];
+    pub const ALL: [Self; 7] =
+        [Self::HalfOpen, Self::Established, Self::Closing, Self::Closed, Self::Reset, Self::Unreplied, Self::Replied];
 
     /// Stable name.
     pub const fn as_str(self) -> &'static str {
@@ -42,6 +55,8 @@ impl State {
             Self::Closing => "closing",
             Self::Closed => "closed",
             Self::Reset => "reset",
+            Self::Unreplied => "unreplied",
+            Self::Replied => "replied",
         }
     }
 
@@ -49,6 +64,8 @@ impl State {
     pub const fn of(bits: u16) -> Option<Self> {
         if bits & FLOW_DEAD != 0 {
             None
+        } else if bits & FLOW_UDP != 0 {
+            Some(if bits & FLOW_REPLIED != 0 { Self::Replied } else { Self::Unreplied })
         } else if bits & FLOW_RESET != 0 {
             Some(Self::Reset)
         } else {
@@ -60,13 +77,11 @@ impl State {
         }
     }
 
-    /// Ticks without a packet after which the datapath forgets such a flow.
-    const fn timeout(self, timeouts: &Timeouts) -> u32 {
+    /// Whether something may still come of it: what is closed or reset is only kept for late packets.
+    pub const fn is_open(self) -> bool {
         match self {
-            Self::HalfOpen => timeouts.tcp_half_open,
-            Self::Established | Self::Closing => timeouts.tcp_established,
-            Self::Closed => timeouts.tcp_fin,
-            Self::Reset => timeouts.tcp_reset,
+            Self::HalfOpen | Self::Established | Self::Closing | Self::Unreplied | Self::Replied => true,
+            Self::Closed | Self::Reset => false,
         }
     }
 }
@@ -104,7 +119,9 @@ pub struct Flow {
     pub backend_id: u16,
     /// State.
     pub state: State,
-    /// Ticks since it was opened.
+    /// Tick at which it was opened.
+    pub opened: u32,
+    /// Ticks since then.
     pub age: u32,
     /// Ticks since the last packet in either direction.
     pub idle: u32,
@@ -152,13 +169,15 @@ impl Clock {
 
 impl Flow {
     /// A flow of the table; `None` = marked for removal, or idle for longer than the datapath keeps it.
-    pub fn from_pair(pair: &FlowPair, clock: Clock, timeouts: &Timeouts) -> Option<Self> {
+    pub fn from_pair<A: FlowTables>(pair: &FlowPair<A>, clock: Clock, lifetimes: &Lifetimes) -> Option<Self> {
         let forward = &pair.forward;
-        let state = State::of(forward.state)?;
-        let reverse = pair.reverse.as_ref();
+        let reverse = pair.reverse.unwrap_or_default();
+        // Only what comes back tells that the backend answers.
+        let bits = forward.state | reverse.state & FLOW_REPLIED;
+        let state = State::of(bits)?;
         let last_seen = clock.since(forward.last_seen);
-        let idle = reverse.map_or(last_seen, |half| last_seen.min(clock.since(half.last_seen)));
-        if idle > state.timeout(timeouts) {
+        let idle = pair.reverse.map_or(last_seen, |half| last_seen.min(clock.since(half.last_seen)));
+        if idle > lifetimes.of(bits, forward.frontend, A::FAMILY) {
             return None;
         }
         Some(Self {
@@ -172,22 +191,19 @@ impl Flow {
             frontend: forward.frontend,
             backend_id: forward.backend(),
             state,
+            opened: forward.created(),
             age: clock.since(forward.created()),
             idle,
             in_packets: forward.packets(),
             in_bytes: forward.bytes,
-            out_packets: reverse.map_or(0, Flow4::packets),
-            out_bytes: reverse.map_or(0, |half| half.bytes),
+            out_packets: reverse.packets,
+            out_bytes: reverse.bytes,
         })
     }
 
-    /// A half-open connection; `None` = refused by its backend, or older than the datapath keeps it. Its packets are not counted yet.
-    pub fn from_half_open(record: &HalfOpen4, clock: Clock, timeouts: &Timeouts) -> Option<Self> {
-        let idle = clock.since(record.last_seen);
-        if record.state & HALF_OPEN_REFUSED != 0 || idle > State::HalfOpen.timeout(timeouts) {
-            return None;
-        }
-        Some(Self {
+    /// A half-open connection; `None` = refused by its backend. Its packets are not counted yet.
+    pub fn from_half_open<A: Address>(record: &HalfOpen<A>, clock: Clock) -> Option<Self> {
+        (record.state & HALF_OPEN_REFUSED == 0).then(|| Self {
             protocol: 6,
             segment: record.client_segment,
             client: record.client.source(),
@@ -198,8 +214,9 @@ impl Flow {
             frontend: record.frontend,
             backend_id: record.backend,
             state: State::HalfOpen,
+            opened: record.first_syn,
             age: clock.since(record.first_syn),
-            idle,
+            idle: clock.since(record.last_seen),
             in_packets: 0,
             in_bytes: 0,
             out_packets: 0,
@@ -219,6 +236,14 @@ impl Endpoint {
     /// Whether it means this one.
     pub fn matches(&self, socket: SocketAddr) -> bool {
         self.network.contains(&socket.ip()) && self.port.is_none_or(|port| port == socket.port())
+    }
+}
+
+impl Endpoint {
+    /// The address and the port, if it is one address with a port.
+    pub fn socket(&self) -> Option<SocketAddr> {
+        let single = self.network.prefix_len() == self.network.max_prefix_len();
+        self.port.filter(|_| single).map(|port| SocketAddr::new(self.network.addr(), port))
     }
 }
 
@@ -259,6 +284,8 @@ pub struct Filter {
     pub client: Option<Endpoint>,
     /// Backend.
     pub backend: Option<Endpoint>,
+    /// Source that the backend sees.
+    pub snat: Option<SocketAddr>,
     /// Service or frontend: `namespace/name`, a name, or `#id`.
     pub service: Option<String>,
     /// IP protocol number.
@@ -363,6 +390,25 @@ impl<'a> Matcher<'a> {
         Self { filter, older: filter.older.map_or(0, |older| clock.ticks(older)), frontends }
     }
 
+    /// Whether the flow may be meant by what its halves, either of them, say of it alone. A cheap first look.
+    pub fn may_match<A: Address>(&self, key: &FlowKey<A>, half: &lbd_common::abi::Flow<A>) -> bool {
+        let filter = self.filter;
+        filter.protocol.is_none_or(|protocol| protocol == key.protocol)
+            && self.frontends.as_ref().is_none_or(|frontends| frontends[usize::from(half.frontend)])
+            && (filter.client.is_none() && filter.vip.is_none() && filter.backend.is_none() && filter.snat.is_none()
+                || {
+                    let (inbound, outbound) = if half.state & FLOW_REVERSE == 0 {
+                        (key.tuple, half.to)
+                    } else {
+                        (half.to.turned(), key.tuple.turned())
+                    };
+                    filter.client.is_none_or(|client| client.matches(inbound.source()))
+                        && filter.vip.is_none_or(|vip| vip.matches(inbound.destination()))
+                        && filter.backend.is_none_or(|backend| backend.matches(outbound.destination()))
+                        && filter.snat.is_none_or(|snat| snat == outbound.source())
+                })
+    }
+
     /// Whether the flow is meant.
     pub fn matches(&self, flow: &Flow) -> bool {
         let filter = self.filter;
@@ -372,6 +418,7 @@ impl<'a> Matcher<'a> {
             && filter.client.is_none_or(|client| client.matches(flow.client))
             && filter.vip.is_none_or(|vip| vip.matches(flow.vip))
             && filter.backend.is_none_or(|backend| backend.matches(flow.backend))
+            && filter.snat.is_none_or(|snat| snat == flow.snat)
             && self.frontends.as_ref().is_none_or(|frontends| frontends[usize::from(flow.frontend)])
     }
 }
@@ -424,33 +471,128 @@ impl PartialEq for Ranked {
 
 impl Eq for Ranked {}
 
-/// The `count` largest, largest first; of equal ones the first by VIP and client.
-pub fn top(flows: impl Iterator<Item = Flow>, count: usize, by: By) -> Vec<Flow> {
-    let mut heap: BinaryHeap<Reverse<Ranked>> = BinaryHeap::new();
-    for flow in flows {
-        let ranked = Ranked(by.of(&flow), flow);
-        if heap.len() < count {
-            heap.push(Reverse(ranked));
-        } else if heap.peek().is_some_and(|smallest| smallest.0 < ranked) {
-            heap.pop();
-            heap.push(Reverse(ranked));
-        }
-    }
-    heap.into_sorted_vec().into_iter().map(|Reverse(Ranked(_, flow))| flow).collect()
+/// The largest flows of many.
+pub struct Top {
+    count: usize,
+    by: By,
+    heap: BinaryHeap<Reverse<Ranked>>,
 }
 
-/// All, by VIP and client.
-pub fn sorted(flows: impl Iterator<Item = Flow>) -> Vec<Flow> {
-    let mut all: Vec<Flow> = flows.collect();
-    // Sorting small keys and moving each flow once takes a third of the time of sorting flows.
-    let keys: Option<Vec<(u128, u32)>> =
-        all.iter().zip(0..).map(|(flow, index)| Some((order4(flow)?, index))).collect();
-    if let Some(mut keys) = keys {
-        keys.sort_unstable();
-        return keys.into_iter().map(|(_, index)| all[index as usize]).collect();
+impl Top {
+    /// Keeps `count` of them.
+    pub fn new(count: usize, by: By) -> Self {
+        Self { count, by, heap: BinaryHeap::new() }
     }
-    all.sort_unstable_by_key(order);
-    all
+
+    /// Looks at one more.
+    pub fn add(&mut self, flow: Flow) {
+        let ranked = Ranked(self.by.of(&flow), flow);
+        if self.heap.len() < self.count {
+            self.heap.push(Reverse(ranked));
+        } else if self.heap.peek().is_some_and(|smallest| smallest.0 < ranked) {
+            self.heap.pop();
+            self.heap.push(Reverse(ranked));
+        }
+    }
+
+    /// The largest of all, largest first; of equal ones the first by VIP and client.
+    pub fn of(tops: impl IntoIterator<Item = Self>) -> Vec<Flow> {
+        let mut tops = tops.into_iter();
+        let Some(mut all) = tops.next() else { return Vec::new() };
+        for Reverse(Ranked(_, flow)) in tops.flat_map(|top| top.heap) {
+            all.add(flow);
+        }
+        all.heap.into_sorted_vec().into_iter().map(|Reverse(Ranked(_, flow))| flow).collect()
+    }
+}
+
+/// Flows in an order. They stay where they are: sorting small keys takes a third of the time of sorting flows.
+#[derive(Debug, Default)]
+pub struct Listing {
+    lists: Vec<Vec<Flow>>,
+    order: Vec<Position>,
+}
+
+/// Number of a list, and of a flow in it.
+pub type Position = (u32, u32);
+
+impl From<Vec<Flow>> for Listing {
+    /// In the order that they have.
+    fn from(flows: Vec<Flow>) -> Self {
+        let order = (0..flows.len() as u32).map(|index| (0, index)).collect();
+        Self { lists: vec![flows], order }
+    }
+}
+
+impl Listing {
+    /// By VIP and client, IPv4 first.
+    pub fn sorted(lists: Vec<Vec<Flow>>) -> Self {
+        let (mut four, mut six) = (Vec::with_capacity(lists.iter().map(Vec::len).sum()), Vec::new());
+        for (list, number) in lists.iter().zip(0_u32..) {
+            for (flow, index) in list.iter().zip(0_u32..) {
+                match order4(flow) {
+                    Some(key) => four.push((key, (number, index))),
+                    None => six.push((order(flow), (number, index))),
+                }
+            }
+        }
+        let mut order = in_order(four);
+        order.extend(in_order(six));
+        Self { lists, order }
+    }
+
+    /// Number of flows.
+    pub fn len(&self) -> usize {
+        self.order.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.order.is_empty()
+    }
+
+    /// Where the flows are, in order.
+    pub fn order(&self) -> &[Position] {
+        &self.order
+    }
+
+    /// The flow at a position of [`Self::order`].
+    pub fn at(&self, (list, index): Position) -> &Flow {
+        &self.lists[list as usize][index as usize]
+    }
+
+    /// All, in order.
+    pub fn iter(&self) -> impl Iterator<Item = &Flow> {
+        self.order.iter().map(|&position| self.at(position))
+    }
+}
+
+/// The positions, in the order of their keys. Sorted by two threads if there are many.
+fn in_order<K: Ord + Send>(mut keys: Vec<(K, Position)>) -> Vec<Position> {
+    /// Fewer are sorted sooner than a thread starts.
+    const MANY: usize = 65_536;
+    let middle = if keys.len() < MANY { keys.len() } else { keys.len() / 2 };
+    let (first, second) = keys.split_at_mut(middle);
+    std::thread::scope(|scope| {
+        if !second.is_empty() {
+            scope.spawn(|| second.sort_unstable());
+        }
+        first.sort_unstable();
+    });
+    let (first, second) = keys.split_at(middle);
+    let (mut left, mut right) = (first.iter().peekable(), second.iter().peekable());
+    let mut order = Vec::with_capacity(keys.len());
+    loop {
+        let next = match (left.peek(), right.peek()) {
+            (Some(one), Some(other)) if one <= other => left.next(),
+            (Some(_), None) => left.next(),
+            _ => right.next(),
+        };
+        match next {
+            Some(&(_, position)) => order.push(position),
+            None => return order,
+        }
+    }
 }
 
 /// [`order`] as a number, if both addresses are IPv4.
@@ -574,37 +716,43 @@ pub const fn protocol_name(protocol: u8) -> &'static str {
     }
 }
 
-/// Names a flow's numbers, many times over: looks each frontend up once.
+/// Names a flow's numbers, many times over.
 pub struct Namer<'a> {
     directory: &'a Directory,
-    unknown: BTreeMap<u16, FrontendNames>,
+    /// By frontend id.
+    known: Vec<Option<&'a FrontendNames>>,
+    unknown: Vec<OnceLock<FrontendNames>>,
     clock: Clock,
 }
 
 impl<'a> Namer<'a> {
-    /// For these flows.
-    pub fn new(directory: &'a Directory, clock: Clock, flows: &[Flow]) -> Self {
-        let unknown = flows
-            .iter()
-            .filter(|flow| !directory.frontends.contains_key(&flow.frontend))
-            .map(|flow| (flow.frontend, Directory::unknown(flow.frontend)))
-            .collect();
-        Self { directory, unknown, clock }
+    /// With these names.
+    pub fn new(directory: &'a Directory, clock: Clock) -> Self {
+        let mut known = vec![None; usize::from(u16::MAX) + 1];
+        for (&id, names) in &directory.frontends {
+            known[usize::from(id)] = Some(names);
+        }
+        let unknown = std::iter::repeat_with(OnceLock::new).take(known.len()).collect();
+        Self { directory, known, unknown, clock }
     }
 
-    /// The record of one of the flows.
+    fn names(&self, frontend: u16) -> &FrontendNames {
+        let id = usize::from(frontend);
+        self.known[id].unwrap_or_else(|| self.unknown[id].get_or_init(|| Directory::unknown(frontend)))
+    }
+
+    /// The record of a flow.
     pub fn record(&self, flow: &Flow) -> FlowRecord<'_> {
-        let names = self.directory.frontends.get(&flow.frontend).or_else(|| self.unknown.get(&flow.frontend));
-        let (tenant, service) = names.map_or(("?", "?"), |names| (names.tenant.as_str(), names.service.as_str()));
+        let names = self.names(flow.frontend);
         FlowRecord {
             hub: &self.directory.hub,
-            tenant,
+            tenant: &names.tenant,
             proto: protocol_name(flow.protocol),
             client: flow.client,
             vip: flow.vip,
             backend: flow.backend,
             node: self.directory.node(flow.backend_segment, flow.backend.ip()),
-            service,
+            service: &names.service,
             snat: flow.snat,
             state: flow.state.as_str(),
             age_s: self.clock.seconds(flow.age),
@@ -619,65 +767,83 @@ impl<'a> Namer<'a> {
 
 #[cfg(test)]
 mod tests {
-    use lbd_common::abi::{FLOW_REPLIED, FLOW_REVERSE, FlowKey4, Tuple4};
+    use std::net::Ipv6Addr;
+
+    use lbd_common::abi::{
+        self, Address4, Address6, FLOW_ADOPTED, FamilyLimits, FamilyUse, FrontendOwner, HalfOpen4, Settings, Tenant,
+        TenantUse, Timeouts, Tuple, Tuple4,
+    };
 
     use super::*;
     use crate::api::types::{FrontendLabel, Names, SegmentLabel};
+    use crate::dataplane::Answers;
 
     const CLOCK: Clock = Clock { now: 100_000, ticks_per_second_256: 4000 };
 
-    fn timeouts() -> Timeouts {
-        Timeouts { tcp_established: 90_000, tcp_half_open: 469, tcp_fin: 938, tcp_reset: 157, ..Timeouts::ZERO }
+    /// All frontends are tenant 1's; the tenant is not near its limit.
+    fn lifetimes() -> Lifetimes {
+        let timeouts = Timeouts {
+            tcp_established: 90_000,
+            tcp_half_open: 469,
+            tcp_fin: 938,
+            tcp_reset: 157,
+            udp_unreplied: 469,
+            udp_replied: 2812,
+        };
+        let mut tenant = (Tenant::ZERO, TenantUse::ZERO);
+        tenant.0.families = [FamilyLimits { flows: 100, ..FamilyLimits::ZERO }; 2];
+        tenant.1.families = [FamilyUse { flows: 2, ..FamilyUse::ZERO }; 2];
+        let owner = FrontendOwner { tenant: 1, ..FrontendOwner::ZERO };
+        Lifetimes::new(Settings::ZERO, vec![timeouts], vec![owner; 8], [(1, &tenant)])
     }
 
     fn tuple(source: [u8; 4], source_port: u16, destination: [u8; 4], destination_port: u16) -> Tuple4 {
-        Tuple4 {
-            source_be: u32::from_ne_bytes(source),
-            destination_be: u32::from_ne_bytes(destination),
-            source_port_be: source_port.to_be(),
-            destination_port_be: destination_port.to_be(),
-        }
+        Tuple4::new((source.into(), source_port), (destination.into(), destination_port))
     }
 
-    /// A flow of client 203.0.113.9:`port` → 192.0.2.34:6443.
-    fn pair(port: u16, state: u16) -> FlowPair {
-        let key =
-            FlowKey4 { tuple: tuple([203, 0, 113, 9], port, [192, 0, 2, 34], 6443), segment: 2, protocol: 6, pad: 0 };
-        let to = tuple([10, 0, 0, 2], port + 1, [10, 0, 0, 11], 30918);
+    /// A flow between these stations, client → VIP and SNAT address → backend.
+    fn pair_of<A: Address>(tuple: Tuple<A>, to: Tuple<A>, protocol: u8, state: u16) -> FlowPair<A> {
+        let key = FlowKey { tuple, segment: 2, protocol, pad: 0 };
         FlowPair {
             key,
-            forward: Flow4 {
-                tuple: key.tuple,
+            forward: abi::Flow {
+                tuple,
                 segment: 2,
                 next_hop: 3,
                 to,
                 last_seen: CLOCK.now - 100,
                 bytes: 1000,
                 packets: 10,
-                own: Flow4::forward_own(CLOCK.now - 1000, 7),
+                own: abi::Flow::<A>::forward_own(CLOCK.now - 1000, 7),
                 frontend: 5,
                 state,
-                ..Flow4::ZERO
+                ..abi::Flow::ZERO
             },
-            reverse: Some(Flow4 {
-                tuple: FlowKey4::reply(&to, 1, 6).tuple,
-                segment: 1,
-                next_hop: 4,
-                to: FlowKey4::reply(&key.tuple, 1, 6).tuple,
+            reverse: Some(Answers {
                 last_seen: CLOCK.now - 50,
                 bytes: 5000,
-                packets: 20,
-                packets_high: 1,
-                frontend: 5,
+                packets: (1 << 32) + 20,
                 state: state | FLOW_REVERSE,
-                ..Flow4::ZERO
             }),
             backend_segment: 1,
         }
     }
 
-    fn flow(pair: &FlowPair) -> Option<Flow> {
-        Flow::from_pair(pair, CLOCK, &timeouts())
+    /// A TCP flow of client 203.0.113.9:`port` → 192.0.2.34:6443.
+    fn pair(port: u16, state: u16) -> FlowPair<Address4> {
+        let to = tuple([10, 0, 0, 2], port + 1, [10, 0, 0, 11], 30918);
+        pair_of(tuple([203, 0, 113, 9], port, [192, 0, 2, 34], 6443), to, 6, state)
+    }
+
+    /// A UDP flow of client `[2001:db8:1::9]:port`.
+    fn pair6(port: u16, state: u16) -> FlowPair<Address6> {
+        let address = |third, last| Ipv6Addr::new(0x2001, 0xdb8, third, 0, 0, 0, 0, last);
+        let to = Tuple::new((address(3, 2), port + 1), (address(3, 0x11), 30053));
+        pair_of(Tuple::new((address(1, 9), port), (address(2, 0x34), 53)), to, 17, state | FLOW_UDP)
+    }
+
+    fn flow<A: FlowTables>(pair: &FlowPair<A>) -> Option<Flow> {
+        Flow::from_pair(pair, CLOCK, &lifetimes())
     }
 
     fn names() -> Names {
@@ -700,7 +866,7 @@ mod tests {
         assert_eq!((flow.age, flow.idle, flow.backend_id), (1000, 50, 7));
         let names = names();
         let directory = Directory::new(&names, &[]);
-        let json = serde_json::to_value(Namer::new(&directory, CLOCK, &[flow]).record(&flow)).unwrap();
+        let json = serde_json::to_value(Namer::new(&directory, CLOCK).record(&flow)).unwrap();
         assert_eq!(
             json,
             serde_json::json!({
@@ -710,6 +876,41 @@ mod tests {
                 "out_packets": 4_294_967_316_u64, "out_bytes": 5000
             })
         );
+    }
+
+    #[test]
+    fn ipv6_and_udp_are_flows_like_any_other() {
+        let flow = flow(&pair6(40000, FLOW_REPLIED)).unwrap();
+        let names = names();
+        let directory = Directory::new(&names, &[]);
+        let json = serde_json::to_value(Namer::new(&directory, CLOCK).record(&flow)).unwrap();
+        for (field, value) in [
+            ("proto", "UDP"),
+            ("client", "[2001:db8:1::9]:40000"),
+            ("vip", "[2001:db8:2::34]:53"),
+            ("backend", "[2001:db8:3::11]:30053"),
+            ("snat", "[2001:db8:3::2]:40001"),
+            ("state", "replied"),
+            ("service", "hcp-a/kube-apiserver"),
+        ] {
+            assert_eq!(json[field], value, "{field}");
+        }
+        assert_eq!(json["out_packets"], 4_294_967_316_u64);
+    }
+
+    #[test]
+    fn a_datagram_that_was_answered_lives_longer() {
+        let mut unreplied = pair6(1, 0);
+        unreplied.forward.last_seen = CLOCK.now - 470;
+        unreplied.reverse = None;
+        assert_eq!(flow(&unreplied), None);
+        unreplied.forward.last_seen = CLOCK.now - 469;
+        assert_eq!(flow(&unreplied).unwrap().state, State::Unreplied);
+        unreplied.reverse = Some(Answers { state: FLOW_REVERSE | FLOW_UDP | FLOW_REPLIED, ..Answers::default() });
+        unreplied.forward.last_seen = CLOCK.now - 2812;
+        assert_eq!(flow(&unreplied).unwrap().state, State::Replied, "one half knows");
+        unreplied.forward.last_seen = CLOCK.now - 2813;
+        assert_eq!(flow(&unreplied), None);
     }
 
     #[test]
@@ -735,6 +936,14 @@ mod tests {
         assert_eq!(State::of(FLOW_FIN | FLOW_PEER_FIN), Some(State::Closed));
         assert_eq!(State::of(FLOW_FIN | FLOW_RESET), Some(State::Reset));
         assert_eq!(State::of(FLOW_DEAD | FLOW_FIN), None);
+        assert_eq!(State::of(FLOW_UDP), Some(State::Unreplied));
+        assert_eq!(State::of(FLOW_UDP | FLOW_REPLIED), Some(State::Replied));
+        assert_eq!(State::of(FLOW_UDP | FLOW_REPLIED | FLOW_DEAD), None);
+        assert_eq!(State::of(FLOW_REPLIED | FLOW_ADOPTED), Some(State::Established));
+        for state in State::ALL {
+            assert_eq!(state.as_str().parse(), Ok(state));
+            assert_eq!(state.is_open(), !matches!(state, State::Closed | State::Reset));
+        }
         assert_eq!(flow(&pair(1, FLOW_DEAD)), None);
         let mut reset = pair(1, FLOW_RESET);
         assert_eq!(flow(&reset).unwrap().state, State::Reset);
@@ -756,27 +965,38 @@ mod tests {
             last_seen: CLOCK.now - 10,
             ..HalfOpen4::ZERO
         };
-        let flow = Flow::from_half_open(&record, CLOCK, &timeouts()).unwrap();
+        let flow = Flow::from_half_open(&record, CLOCK).unwrap();
         assert_eq!((flow.state, flow.age, flow.idle), (State::HalfOpen, 20, 10));
-        let old = HalfOpen4 { last_seen: CLOCK.now - 470, ..record };
-        assert_eq!(Flow::from_half_open(&old, CLOCK, &timeouts()), None);
         let refused = HalfOpen4 { state: HALF_OPEN_REFUSED, ..record };
-        assert_eq!(Flow::from_half_open(&refused, CLOCK, &timeouts()), None);
+        assert_eq!(Flow::from_half_open(&refused, CLOCK), None);
     }
 
     #[test]
     fn filters() {
-        let flows = [flow(&pair(40000, 0)).unwrap(), flow(&pair(40002, FLOW_FIN)).unwrap()];
+        let flows = [
+            flow(&pair(40000, 0)).unwrap(),
+            flow(&pair(40002, FLOW_FIN)).unwrap(),
+            Flow { frontend: 6, ..flow(&pair6(40004, 0)).unwrap() },
+        ];
         let names = names();
         let directory = Directory::new(&names, &[]);
         let count = |filter: Filter| {
             let matcher = Matcher::new(&filter, &directory, CLOCK);
             flows.iter().filter(|flow| matcher.matches(flow)).count()
         };
-        assert_eq!(count(Filter::default()), 2);
-        for (text, expected) in
-            [("203.0.113.9", 2), ("203.0.113.9:40000", 1), ("203.0.113.0/24", 2), ("203.0.114.0/24", 0), ("::/0", 0)]
-        {
+        assert_eq!(count(Filter::default()), 3);
+        for (text, expected) in [
+            ("203.0.113.9", 2),
+            ("203.0.113.9:40000", 1),
+            ("203.0.113.0/24", 2),
+            ("203.0.114.0/24", 0),
+            ("0.0.0.0/0", 2),
+            ("::/0", 1),
+            ("2001:db8:1::9", 1),
+            ("[2001:db8:1::9]:40004", 1),
+            ("[2001:db8:1::9]:40000", 0),
+            ("2001:db8:1::/48", 1),
+        ] {
             assert_eq!(count(Filter { client: Some(text.parse().unwrap()), ..Filter::default() }), expected, "{text}");
         }
         assert_eq!(count(Filter { vip: Some("192.0.2.34:6443".parse().unwrap()), ..Filter::default() }), 2);
@@ -786,10 +1006,53 @@ mod tests {
         }
         assert_eq!(count(Filter { service: Some("hcp-a/other".to_owned()), ..Filter::default() }), 0);
         assert_eq!(count(Filter { tenant: Some("tenant-b".to_owned()), ..Filter::default() }), 0);
-        assert_eq!(count(Filter { protocol: Some(17), ..Filter::default() }), 0);
+        assert_eq!(count(Filter { protocol: Some(17), ..Filter::default() }), 1);
+        assert_eq!(count(Filter { protocol: Some(6), ..Filter::default() }), 2);
+        assert_eq!(count(Filter { state: Some(State::Unreplied), ..Filter::default() }), 1);
+        assert_eq!(count(Filter { snat: Some("10.0.0.2:40003".parse().unwrap()), ..Filter::default() }), 1);
+        assert_eq!(count(Filter { snat: Some("[2001:db8:3::2]:40005".parse().unwrap()), ..Filter::default() }), 1);
+        assert_eq!(count(Filter { snat: Some("10.0.0.3:40003".parse().unwrap()), ..Filter::default() }), 0);
         assert_eq!(count(Filter { state: Some(State::Closing), ..Filter::default() }), 1);
-        assert_eq!(count(Filter { older: Some(Duration::from_secs(63)), ..Filter::default() }), 2);
+        assert_eq!(count(Filter { older: Some(Duration::from_secs(63)), ..Filter::default() }), 3);
         assert_eq!(count(Filter { older: Some(Duration::from_secs(65)), ..Filter::default() }), 0);
+    }
+
+    /// Both halves of the flow pass the first look of every filter that the flow passes, and most others do not.
+    #[test]
+    fn the_first_look_at_a_half_drops_nothing_that_is_meant() {
+        fn looks<A: FlowTables>(pair: &FlowPair<A>, matcher: &Matcher<'_>) -> [bool; 3] {
+            let reply = FlowKey::reply(&pair.forward.to, 1, pair.key.protocol);
+            let reverse = abi::Flow {
+                tuple: reply.tuple,
+                to: pair.key.tuple.turned(),
+                frontend: pair.forward.frontend,
+                state: pair.forward.state | FLOW_REVERSE,
+                ..abi::Flow::ZERO
+            };
+            let whole = matcher.matches(&flow(pair).unwrap());
+            [whole, matcher.may_match(&pair.key, &pair.forward), matcher.may_match(&reply, &reverse)]
+        }
+        let endpoint = |text: &str| Some(text.parse().unwrap());
+        let names = names();
+        let directory = Directory::new(&names, &[]);
+        for (filter, four, six) in [
+            (Filter::default(), true, true),
+            (Filter { protocol: Some(6), ..Filter::default() }, true, false),
+            (Filter { client: endpoint("203.0.113.9:40000"), ..Filter::default() }, true, false),
+            (Filter { client: endpoint("2001:db8:1::9"), ..Filter::default() }, false, true),
+            (Filter { client: endpoint("192.0.2.34"), ..Filter::default() }, false, false),
+            (Filter { vip: endpoint("192.0.2.34:6443"), ..Filter::default() }, true, false),
+            (Filter { vip: endpoint("2001:db8:2::/48"), ..Filter::default() }, false, true),
+            (Filter { backend: endpoint("10.0.0.11:30918"), ..Filter::default() }, true, false),
+            (Filter { backend: endpoint("10.0.0.2"), ..Filter::default() }, false, false),
+            (Filter { snat: Some("[2001:db8:3::2]:40001".parse().unwrap()), ..Filter::default() }, false, true),
+            (Filter { service: Some("api".to_owned()), ..Filter::default() }, true, true),
+            (Filter { tenant: Some("tenant-b".to_owned()), ..Filter::default() }, false, false),
+        ] {
+            let matcher = Matcher::new(&filter, &directory, CLOCK);
+            assert_eq!(looks(&pair(40000, 0), &matcher), [four; 3], "{filter:?}");
+            assert_eq!(looks(&pair6(40000, 0), &matcher), [six; 3], "{filter:?}");
+        }
     }
 
     #[test]
@@ -828,23 +1091,39 @@ mod tests {
         for (index, flow) in flows.iter_mut().enumerate() {
             flow.in_bytes = (index as u64 * 37) % 100;
         }
-        let top3 = top(flows.iter().copied(), 3, By::Bytes);
-        assert_eq!(top3.iter().map(|flow| flow.in_bytes).collect::<Vec<_>>(), [99, 98, 97]);
-        let equal = top(flows.iter().copied(), 2, By::Age);
-        assert_eq!(equal.iter().map(|flow| flow.client.port()).collect::<Vec<_>>(), [0, 2]);
-        assert!(top(flows.into_iter(), 0, By::Age).is_empty());
+        // As several threads find them.
+        let top = |count, by| {
+            Top::of(flows.chunks(40).map(|chunk| {
+                let mut top = Top::new(count, by);
+                chunk.iter().for_each(|flow| top.add(*flow));
+                top
+            }))
+        };
+        assert_eq!(top(3, By::Bytes).iter().map(|flow| flow.in_bytes).collect::<Vec<_>>(), [99, 98, 97]);
+        assert_eq!(top(2, By::Age).iter().map(|flow| flow.client.port()).collect::<Vec<_>>(), [0, 2]);
+        assert!(top(0, By::Age).is_empty());
+        assert_eq!(top(1000, By::Packets).len(), 100);
     }
 
     #[test]
-    fn both_ways_of_sorting_agree() {
+    fn listings_are_in_order_whoever_found_the_flows() {
         let mut flows: Vec<Flow> = (0..200u16).filter_map(|port| flow(&pair(port.wrapping_mul(31_337), 0))).collect();
+        flows.extend((0..50u16).filter_map(|port| flow(&pair6(port.wrapping_mul(31_337), 0))));
         for (flow, number) in flows.iter_mut().zip(0u16..) {
             flow.vip.set_port(number % 3);
             flow.segment = number % 5;
         }
         let mut expected = flows.clone();
         expected.sort_by_key(order);
-        assert_eq!(sorted(flows.into_iter()), expected);
+        let listing = Listing::sorted(flows.chunks(60).map(<[Flow]>::to_vec).collect());
+        assert_eq!(listing.iter().copied().collect::<Vec<_>>(), expected);
+        assert_eq!(Listing::from(flows.clone()).iter().copied().collect::<Vec<_>>(), flows);
+        // Enough for two threads.
+        let keys: Vec<(u32, Position)> =
+            (0..100_000_u32).map(|number| (number.wrapping_mul(0x9e37_79b1), (0, number))).collect();
+        let mut expected = keys.clone();
+        expected.sort_unstable();
+        assert_eq!(in_order(keys), expected.into_iter().map(|(_, position)| position).collect::<Vec<_>>());
     }
 
     #[test]

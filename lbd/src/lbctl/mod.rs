@@ -4,23 +4,27 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-use lbd_common::abi::{self, Settings, Timeouts};
+use lbd_common::abi;
 use lbd_common::reason::{Reason, Verdict};
 use thiserror::Error;
 
 use self::client::{Client, ClientError};
 use self::render::{Drop, StatusView};
 use crate::api::types::{
-    Backend, Event, InterfaceStatus, Names, ReloadReply, ReloadRequest, Service, Status, TableFill, paths,
+    Backend, Event, InterfaceStatus, Names, ReloadReply, ReloadRequest, Service, Status, TableFill, TenantVips, paths,
     reload_outcome, service_state,
 };
 use crate::dataplane::{DataplaneError, Pins, host_facts};
-use crate::flows::{self, By, Clock, Directory, Filter, Flow, Matcher, Namer, State, protocol_name, unmap};
+use crate::flows::whois::Question;
+use crate::flows::{By, Directory, Filter, Listing, Live, Matcher, Namer, Top, fill, protocol_name, unmap};
 
 mod client;
 mod render;
 mod table;
+mod vips;
+mod watch;
 
 /// Form of the output.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -70,8 +74,24 @@ pub enum Command {
         /// Only so many, in this order.
         top: Option<(usize, By)>,
     },
+    /// Flows as they open, change and close.
+    Follow {
+        /// Which.
+        filter: Filter,
+        /// Between two looks.
+        interval: Duration,
+    },
+    /// Who is behind a connection seen on a node.
+    Whois(Question),
+    /// Addresses.
+    Vips,
     /// Counters of packets not forwarded.
-    Drops,
+    Drops {
+        /// Only this tenant's, by name or `#index`.
+        tenant: Option<String>,
+        /// Go on, and say what has been added in each such interval.
+        watch: Option<Duration>,
+    },
     /// What happened.
     Events,
     /// Reload the configuration file.
@@ -162,19 +182,32 @@ fn run_to(out: &mut dyn Write, place: &Place, command: &Command, output: Output)
         Command::Flows { filter, top } => {
             let pins = Pins::open(&place.bpffs)?;
             let directory = Directory::new(&names(place, &agent), &pins.frontends()?);
-            let (clock, _) = clock(&pins)?;
-            let matcher = Matcher::new(filter, &directory, clock);
-            let wanted = |flow: &Flow| matcher.matches(flow);
-            let all = live_flows(&pins, clock, pins.timeouts()?)?;
+            let live = Live::new(&pins)?;
+            let matcher = Matcher::new(filter, &directory, live.clock);
             let shown = match *top {
-                Some((count, by)) => flows::top(all.filter(wanted), count, by),
-                None => flows::sorted(all.filter(wanted)),
+                Some((count, by)) => Listing::from(Top::of(live.fold(&matcher, || Top::new(count, by), Top::add)?)),
+                None => Listing::sorted(live.fold(&matcher, Vec::new, Vec::push)?),
             };
-            Ok(render::flows(out, &shown, &Namer::new(&directory, clock, &shown), output)?)
+            Ok(render::flows(out, &shown, &Namer::new(&directory, live.clock), output)?)
         }
-        Command::Drops => {
+        Command::Follow { filter, interval } => watch::follow(out, place, &agent, filter, *interval, output),
+        Command::Whois(question) => {
             let pins = Pins::open(&place.bpffs)?;
-            Ok(render::drops(out, &drops(&pins.reasons()?, &names(place, &agent)), output)?)
+            let live = Live::new(&pins)?;
+            let found = question.answer(&live)?;
+            let directory = Directory::new(&names(place, &agent), &pins.frontends()?);
+            render::whois(out, &found, &Namer::new(&directory, live.clock), output)?;
+            if found.is_empty() { Err(LbctlError::Failed(nobody(question))) } else { Ok(()) }
+        }
+        Command::Vips => Ok(render::vips(out, &vips(place, &agent)?, output)?),
+        Command::Drops { tenant, watch: None } => {
+            let pins = Pins::open(&place.bpffs)?;
+            let all = drops(&pins.reasons()?, &names(place, &agent));
+            let meant: Vec<_> = all.into_iter().filter(|drop| drop.is_of(tenant.as_deref())).collect();
+            Ok(render::drops(out, &meant, output)?)
+        }
+        Command::Drops { tenant, watch: Some(interval) } => {
+            watch::drops(out, place, &agent, tenant.as_deref(), *interval, output)
         }
         Command::Events => {
             let events: Vec<Event> = agent.get(paths::EVENTS)?;
@@ -197,45 +230,30 @@ const OK: &str = "ok";
 const DEGRADED: &str = "degraded";
 const ABSENT: &str = "absent";
 
-fn clock(pins: &Pins) -> Result<(Clock, Settings), DataplaneError> {
-    let settings = pins.settings()?;
-    Ok((Clock { now: pins.now()?, ticks_per_second_256: settings.ticks_per_second_256 }, settings))
+fn nobody(question: &Question) -> String {
+    let to = question.backend.map_or_else(String::new, |backend| format!(" to {backend}"));
+    format!(
+        "no live connection from {}{to} goes through this host: it may have ended, the host's own connections are not listed, and \
+         another hub host may hold it",
+        question.snat
+    )
 }
 
-fn live_flows(
-    pins: &Pins,
-    clock: Clock,
-    timeouts: Vec<Timeouts>,
-) -> Result<impl Iterator<Item = Flow> + use<>, DataplaneError> {
-    let timeouts = timeouts.first().copied().unwrap_or(Timeouts::ZERO);
-    let half_open = pins.half_open()?;
-    // Read last: a connection promoted in between is then listed once or twice, never missed.
-    let pairs = pins.flows()?;
-    let promoted: BTreeSet<_> = if half_open.is_empty() {
-        BTreeSet::new()
-    } else {
-        let keys: BTreeSet<_> = half_open.iter().map(half_open_key).collect();
-        pairs.iter().map(pair_key).filter(|key| keys.contains(key)).collect()
-    };
-    let half_open = half_open.into_iter().filter(move |record| !promoted.contains(&half_open_key(record)));
-    Ok(pairs
-        .into_iter()
-        .filter_map(move |pair| Flow::from_pair(&pair, clock, &timeouts))
-        .chain(half_open.filter_map(move |record| Flow::from_half_open(&record, clock, &timeouts))))
-}
-
-type ClientKey = (std::net::SocketAddr, std::net::SocketAddr, u16);
-
-fn key_of(tuple: &abi::Tuple4, segment: u16) -> ClientKey {
-    (tuple.source(), tuple.destination(), segment)
-}
-
-fn half_open_key(record: &abi::HalfOpen4) -> ClientKey {
-    key_of(&record.client, record.client_segment)
-}
-
-fn pair_key(pair: &crate::dataplane::FlowPair) -> ClientKey {
-    key_of(&pair.key.tuple, pair.key.segment)
+/// Addresses: the agent's view; without an agent, what the maps and its files say.
+fn vips(place: &Place, agent: &Client) -> Result<Vec<TenantVips>, LbctlError> {
+    match agent.get(paths::VIPS) {
+        Ok(found) => Ok(found),
+        Err(asked) => match (Pins::open(&place.bpffs), asked) {
+            (Ok(pins), _) => {
+                let names = names_on_disk(&place.state_dir).unwrap_or_default();
+                let record = vips::record_on_disk(&place.state_dir);
+                let now = jiff::Timestamp::now().as_second();
+                Ok(vips::from_maps(&names, &pins.addresses()?, &pins.segments()?, &pins.frontends()?, &record, now))
+            }
+            (Err(error), ClientError::Absent(_)) => Err(LbctlError::Absent(error.to_string())),
+            (Err(_), asked) => Err(asked.into()),
+        },
+    }
 }
 
 /// Names from the agent, else from the file that it left, else none: then ids are shown.
@@ -254,7 +272,10 @@ fn status(place: &Place, agent: &Client) -> StatusView {
     let seen = pins.as_ref().map_err(ToString::to_string).and_then(|pins| {
         let attached = pins.attached().map_err(|error| error.to_string())?;
         let fill = pins.fill().map_err(|error| error.to_string())?;
-        Ok((attached, fill, pins.settings().map_err(|error| error.to_string())?))
+        let names = names(place, agent);
+        let tenant = |id: u16| names.tenants.get(&id).cloned().unwrap_or_else(|| format!("#{id}"));
+        let tenants = fill::tenants(pins, tenant).map_err(|error| error.to_string())?;
+        Ok((attached, fill, tenants, pins.settings().map_err(|error| error.to_string())?))
     });
     let mut view = StatusView {
         agent: match &asked {
@@ -266,7 +287,8 @@ fn status(place: &Place, agent: &Client) -> StatusView {
     let no_agent = asked.is_err();
     view.status = asked.unwrap_or_default();
     match seen {
-        Ok((attached, fill, settings)) => {
+        Ok((attached, fill, tenants, settings)) => {
+            view.status.tenants = tenants;
             let gone: Vec<_> = attached.iter().filter(|interface| interface.mode.is_none()).collect();
             view.datapath = if attached.is_empty() {
                 "not attached".to_owned()
@@ -350,14 +372,20 @@ struct FlowCounts {
 }
 
 impl FlowCounts {
-    fn of(flows: impl Iterator<Item = Flow>) -> Self {
-        let mut counts = Self::default();
-        // What is closed or reset is only kept for late packets.
-        for flow in flows.filter(|flow| !matches!(flow.state, State::Closed | State::Reset)) {
-            *counts.frontend.entry(flow.frontend).or_default() += 1;
-            *counts.backend.entry((flow.frontend, flow.backend_id)).or_default() += 1;
+    fn of(pins: &Pins) -> Result<Self, DataplaneError> {
+        let live = Live::new(pins)?;
+        let (filter, directory) = (Filter::default(), Directory::default());
+        let counted = live.fold(&Matcher::new(&filter, &directory, live.clock), BTreeMap::new, |counts, flow| {
+            if flow.state.is_open() {
+                *counts.entry((flow.frontend, flow.backend_id)).or_insert(0_u64) += 1;
+            }
+        })?;
+        let mut all = Self::default();
+        for ((frontend, backend), count) in counted.into_iter().flatten() {
+            *all.frontend.entry(frontend).or_default() += count;
+            *all.backend.entry((frontend, backend)).or_default() += count;
         }
-        counts
+        Ok(all)
     }
 }
 
@@ -380,8 +408,7 @@ fn services(place: &Place, agent: &Client) -> Result<(Vec<Service>, Vec<Backend>
     };
     if let Ok(pins) = &pins {
         let counters = pins.frontend_counters()?;
-        let (clock, _) = clock(pins)?;
-        let counts = FlowCounts::of(live_flows(pins, clock, pins.timeouts()?)?);
+        let counts = FlowCounts::of(pins)?;
         for service in &mut services {
             let counter = counters.get(&service.id).copied().unwrap_or(abi::FrontendCounters::default());
             service.flows = Some(counts.frontend.get(&service.id).copied().unwrap_or_default());
@@ -455,25 +482,27 @@ fn from_maps(
     (services, all)
 }
 
+/// A counter of packets not forwarded, by the number of its reason; `None` = a reason that this version does not know.
+fn named_drop(tenant: u16, number: u8, packets: u64, names: &Names) -> Option<Drop> {
+    let reason = Reason::from_number(number.into())?;
+    Some(Drop {
+        reason: reason.name(),
+        verdict: match reason.verdict() {
+            Verdict::Drop => "drop",
+            Verdict::Pass => "pass",
+            Verdict::Reject => "reject",
+            Verdict::Answer => "answer",
+        },
+        tenant: (tenant != 0).then(|| names.tenants.get(&tenant).cloned().unwrap_or_else(|| format!("#{tenant}"))),
+        packets,
+        meaning: reason.meaning(),
+    })
+}
+
 fn drops(counters: &BTreeMap<(u16, u8), u64>, names: &Names) -> Vec<Drop> {
     let mut drops: Vec<Drop> = counters
         .iter()
-        .filter_map(|(&(tenant, number), &packets)| {
-            let reason = Reason::from_number(number.into())?;
-            Some(Drop {
-                reason: reason.name(),
-                verdict: match reason.verdict() {
-                    Verdict::Drop => "drop",
-                    Verdict::Pass => "pass",
-                    Verdict::Reject => "reject",
-                    Verdict::Answer => "answer",
-                },
-                tenant: (tenant != 0)
-                    .then(|| names.tenants.get(&tenant).cloned().unwrap_or_else(|| format!("#{tenant}"))),
-                packets,
-                meaning: reason.meaning(),
-            })
-        })
+        .filter_map(|(&(tenant, number), &packets)| named_drop(tenant, number, packets, names))
         .collect();
     drops.sort_by(|a, b| b.packets.cmp(&a.packets).then_with(|| (a.reason, &a.tenant).cmp(&(b.reason, &b.tenant))));
     drops

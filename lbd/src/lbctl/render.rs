@@ -5,9 +5,10 @@ use std::io::{self, Write};
 use serde::Serialize;
 
 use super::Output;
-use super::table::{Column, Table, age, bytes};
-use crate::api::types::{ApplyStatus, Backend, Event, ReloadReply, Service, Status, reload_outcome};
-use crate::flows::{Flow, FlowRecord, Namer};
+use super::table::{Age, Bytes, Column, Table};
+use crate::api::types::{ApplyStatus, Backend, Event, ReloadReply, Service, Status, TenantVips, reload_outcome};
+use crate::flows::follow::Change;
+use crate::flows::{Flow, FlowRecord, Listing, Namer, Position};
 
 /// `lbctl status`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
@@ -38,6 +39,18 @@ pub(crate) struct Drop {
     pub meaning: &'static str,
 }
 
+impl Drop {
+    /// Whether it is counted for this tenant; `None` = any, and none.
+    pub(crate) fn is_of(&self, tenant: Option<&str>) -> bool {
+        tenant.is_none_or(|wanted| self.tenant.as_deref() == Some(wanted))
+    }
+
+    /// Whether packets were dropped or refused, not handed on.
+    fn is_loss(&self) -> bool {
+        matches!(self.verdict, "drop" | "reject")
+    }
+}
+
 const STATUS_INTERFACES: &[Column] = &[
     Column::text("INTERFACE"),
     Column::text("ROLE"),
@@ -48,6 +61,69 @@ const STATUS_INTERFACES: &[Column] = &[
 
 const STATUS_SOURCES: &[Column] =
     &[Column::text("SOURCE"), Column::text("STATE"), Column::number("AGE"), Column::text("ERROR")];
+
+const STATUS_TENANTS: &[Column] = &[
+    Column::text("TENANT"),
+    Column::text("FAMILY"),
+    Column::number("FLOWS"),
+    Column::number("OF"),
+    Column::number("UDP"),
+    Column::number("OF"),
+    Column::number("HALF-OPEN"),
+    Column::number("OF"),
+];
+
+const VIPS: &[Column] = &[
+    Column::text("TENANT"),
+    Column::text("SEGMENT"),
+    Column::text("ADDRESS"),
+    Column::text("STATE"),
+    Column::text("BY"),
+    Column::text("MAC"),
+    Column::number("UNTIL"),
+];
+
+const WHOIS: &[Column] = &[
+    Column::text("PROTO"),
+    Column::text("CLIENT"),
+    Column::text("VIP"),
+    Column::text("BACKEND"),
+    Column::text("NODE"),
+    Column::text("TENANT"),
+    Column::text("SERVICE"),
+    Column::text("STATE"),
+    Column::number("AGE"),
+    Column::number("IDLE"),
+];
+
+const FOLLOW: &[Column] = &[
+    Column::text("EVENT"),
+    Column::text("PROTO"),
+    Column::text("TENANT"),
+    Column::text("CLIENT"),
+    Column::text("VIP"),
+    Column::text("BACKEND"),
+    Column::text("NODE"),
+    Column::text("SERVICE"),
+    Column::text("STATE"),
+    Column::number("AGE"),
+    Column::number("IN"),
+    Column::number("OUT"),
+    Column::text("SNAT").wide(),
+    Column::number("IN_PACKETS").wide(),
+    Column::number("OUT_PACKETS").wide(),
+];
+
+const RATES: &[Column] = &[
+    Column::text("TIME"),
+    Column::text("TENANT"),
+    Column::text("REASON"),
+    Column::number("PACKETS"),
+    Column::number("PER_S"),
+    Column::number("TOTAL"),
+    Column::text("VERDICT"),
+    Column::text("MEANING").wide(),
+];
 
 const STATUS_TABLES: &[Column] =
     &[Column::text("TABLE"), Column::number("USED"), Column::number("OF"), Column::number("FILL")];
@@ -76,6 +152,7 @@ const BACKENDS: &[Column] = &[
     Column::text("TENANT"),
     Column::text("SERVICE"),
     Column::text("VIP"),
+    Column::text("PROTO"),
     Column::text("BACKEND"),
     Column::text("NODE"),
     Column::text("STATE"),
@@ -83,13 +160,13 @@ const BACKENDS: &[Column] = &[
     Column::text("SERVING"),
     Column::number("FLOWS"),
     Column::text("CAUSE"),
-    Column::text("PROTO").wide(),
     Column::number("WEIGHT").wide(),
     Column::number("ID").wide(),
 ];
 
 const FLOWS: &[Column] = &[
     Column::text("TENANT"),
+    Column::text("PROTO"),
     Column::text("CLIENT"),
     Column::text("VIP"),
     Column::text("BACKEND"),
@@ -100,7 +177,6 @@ const FLOWS: &[Column] = &[
     Column::number("IDLE"),
     Column::number("IN"),
     Column::number("OUT"),
-    Column::text("PROTO").wide(),
     Column::text("SNAT").wide(),
     Column::text("HUB").wide(),
     Column::number("IN_PACKETS").wide(),
@@ -195,8 +271,25 @@ pub(crate) fn status(out: &mut dyn Write, view: &StatusView, output: Output) -> 
             table
                 .cell(&source.name)
                 .cell(&source.state)
-                .optional(source.age_s.map(age))
+                .optional(source.age_s.map(Age))
                 .optional(source.error.as_ref());
+        }
+        writeln!(out)?;
+        table.print(out)?;
+    }
+    if !status.tenants.is_empty() {
+        let mut table = Table::new(STATUS_TENANTS, output == Output::Wide);
+        let limit = |limit: u64| (limit != 0).then_some(limit);
+        for fill in &status.tenants {
+            table
+                .cell(&fill.tenant)
+                .cell(&fill.family)
+                .cell(fill.flows)
+                .optional(limit(fill.flows_limit))
+                .cell(fill.udp)
+                .optional(limit(fill.udp_limit))
+                .cell(fill.half_open)
+                .optional(limit(fill.half_open_limit));
         }
         writeln!(out)?;
         table.print(out)?;
@@ -232,8 +325,8 @@ pub(crate) fn services(out: &mut dyn Write, services: &[Service], output: Output
             .cell(&service.state)
             .cell(backends)
             .optional(service.flows)
-            .optional(service.in_bytes.map(bytes))
-            .optional(service.out_bytes.map(bytes))
+            .optional(service.in_bytes.map(Bytes))
+            .optional(service.out_bytes.map(Bytes))
             .cell(&service.name)
             .cell(&service.affinity)
             .optional((service.target_port != 0).then_some(service.target_port))
@@ -257,14 +350,14 @@ pub(crate) fn backends(out: &mut dyn Write, backends: &[Backend], output: Output
             .cell(&backend.tenant)
             .cell(&backend.service)
             .cell(&backend.vip)
+            .cell(&backend.proto)
             .cell(&backend.backend)
             .optional(backend.node.as_ref())
             .cell(&backend.state)
-            .optional(backend.since_s.map(age))
+            .optional(backend.since_s.map(Age))
             .cell(if backend.serving { "yes" } else { "no" })
             .optional(backend.flows)
             .optional(Some(&backend.cause).filter(|cause| !cause.is_empty()))
-            .cell(&backend.proto)
             .optional(backend.weight)
             .cell(backend.id);
     }
@@ -274,16 +367,17 @@ pub(crate) fn backends(out: &mut dyn Write, backends: &[Backend], output: Output
 /// Flows that one thread renders at a time.
 const CHUNK: usize = 16_384;
 
-/// Does the work on chunks of the flows, on all CPUs, and hands the results over in order; few are kept at a time.
-fn in_chunks<T: Send>(
-    flows: &[Flow],
-    work: impl Fn(&[Flow]) -> T + Sync,
+/// Does the work on chunks, on all CPUs, and hands the results over in order; few are kept at a time.
+fn in_chunks<I: Sync, T: Send>(
+    items: &[I],
+    chunk: usize,
+    work: impl Fn(&[I]) -> T + Sync,
     mut take: impl FnMut(T) -> io::Result<()>,
 ) -> io::Result<()> {
     let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    for wave in flows.chunks(CHUNK * threads) {
+    for wave in items.chunks(chunk * threads) {
         let done = std::thread::scope(|scope| {
-            let running: Vec<_> = wave.chunks(CHUNK).map(|chunk| scope.spawn(|| work(chunk))).collect();
+            let running: Vec<_> = wave.chunks(chunk).map(|chunk| scope.spawn(|| work(chunk))).collect();
             running.into_iter().map(std::thread::ScopedJoinHandle::join).collect::<Vec<_>>()
         });
         for result in done {
@@ -294,55 +388,64 @@ fn in_chunks<T: Send>(
 }
 
 /// Prints `lbctl flows`.
-pub(crate) fn flows(out: &mut dyn Write, flows: &[Flow], namer: &Namer<'_>, output: Output) -> io::Result<()> {
+pub(crate) fn flows(out: &mut dyn Write, flows: &Listing, namer: &Namer<'_>, output: Output) -> io::Result<()> {
     if output == Output::Json {
         let mut separator: &[u8] = b"[\n";
-        let render = |chunk: &[Flow]| {
+        let render = |chunk: &[Position]| {
             let mut text = Vec::with_capacity(chunk.len() * 400);
-            for (flow, number) in chunk.iter().zip(0..) {
+            for (&position, number) in chunk.iter().zip(0..) {
                 if number > 0 {
                     text.extend_from_slice(b",\n");
                 }
-                serde_json::to_writer(&mut text, &namer.record(flow))?;
+                serde_json::to_writer(&mut text, &namer.record(flows.at(position)))?;
             }
             Ok(text)
         };
-        in_chunks(flows, render, |text: io::Result<Vec<u8>>| {
+        in_chunks(flows.order(), CHUNK, render, |text: io::Result<Vec<u8>>| {
             out.write_all(separator)?;
             separator = b",\n";
             out.write_all(&text?)
         })?;
         return out.write_all(if flows.is_empty() { b"[]\n" } else { b"\n]\n" });
     }
-    let render = |chunk: &[Flow]| {
+    let render = |chunk: &[Position]| {
         let mut table = Table::new(FLOWS, output == Output::Wide);
-        for flow in chunk {
-            row(&mut table, &namer.record(flow));
+        for &position in chunk {
+            row(&mut table, &namer.record(flows.at(position)));
         }
         table
     };
-    let mut table = Table::new(FLOWS, output == Output::Wide);
-    in_chunks(flows, render, |rows| {
-        table.append(rows);
+    // The columns' widths are known only when all rows are.
+    let mut whole = Table::new(FLOWS, output == Output::Wide);
+    let mut tables = Vec::new();
+    in_chunks(flows.order(), CHUNK, render, |table| {
+        whole.widen(&table);
+        tables.push(table);
         Ok(())
     })?;
-    table.print(out)
+    whole.print(out)?;
+    in_chunks(
+        &tables,
+        1,
+        |tables| tables.iter().map(|table| whole.lines(table)).collect::<String>(),
+        |text| out.write_all(text.as_bytes()),
+    )
 }
 
 fn row(table: &mut Table, record: &FlowRecord<'_>) {
     table
         .cell(record.tenant)
+        .cell(record.proto)
         .socket(record.client)
         .socket(record.vip)
         .socket(record.backend)
         .optional(record.node)
         .cell(record.service)
         .cell(record.state)
-        .cell(age(record.age_s))
-        .cell(age(record.idle_s))
-        .cell(bytes(record.in_bytes))
-        .cell(bytes(record.out_bytes))
-        .cell(record.proto)
+        .cell(Age(record.age_s))
+        .cell(Age(record.idle_s))
+        .cell(Bytes(record.in_bytes))
+        .cell(Bytes(record.out_bytes))
         .socket(record.snat)
         .cell(record.hub)
         .cell(record.in_packets)
@@ -351,13 +454,172 @@ fn row(table: &mut Table, record: &FlowRecord<'_>) {
         .cell(record.out_bytes);
 }
 
+/// Prints `lbctl whois`.
+pub(crate) fn whois(out: &mut dyn Write, flows: &[Flow], namer: &Namer<'_>, output: Output) -> io::Result<()> {
+    if output == Output::Json {
+        return json_list(out, flows.iter().map(|flow| namer.record(flow)));
+    }
+    if flows.is_empty() {
+        return Ok(());
+    }
+    let mut table = Table::new(WHOIS, output == Output::Wide);
+    for flow in flows {
+        let record = namer.record(flow);
+        table
+            .cell(record.proto)
+            .socket(record.client)
+            .socket(record.vip)
+            .socket(record.backend)
+            .optional(record.node)
+            .cell(record.tenant)
+            .cell(record.service)
+            .cell(record.state)
+            .cell(Age(record.age_s))
+            .cell(Age(record.idle_s));
+    }
+    table.print(out)
+}
+
+/// Prints `lbctl vips`: the addresses that are not free, and how many are.
+pub(crate) fn vips(out: &mut dyn Write, tenants: &[TenantVips], output: Output) -> io::Result<()> {
+    if output == Output::Json {
+        return json_list(out, tenants.iter());
+    }
+    let mut table = Table::new(VIPS, output == Output::Wide);
+    for tenant in tenants {
+        let segment =
+            if tenant.vlan == 0 { tenant.interface.clone() } else { format!("{}.{}", tenant.interface, tenant.vlan) };
+        for vip in &tenant.addresses {
+            table
+                .cell(&tenant.tenant)
+                .cell(&segment)
+                .cell(vip.address)
+                .cell(&vip.state)
+                .optional((!vip.services.is_empty()).then(|| vip.services.join(",")))
+                .optional(vip.mac.as_ref())
+                .optional(vip.until_s.map(Age));
+        }
+        if let Some(free) = tenant.free {
+            let of =
+                if tenant.pools.is_empty() { "no pool".to_owned() } else { format!("of {}", tenant.pools.join(",")) };
+            table.cell(&tenant.tenant).cell(&segment).cell(free).cell("free").cell(of).cell("-").cell("-");
+        }
+    }
+    table.print(out)
+}
+
+/// A line of `lbctl flows --follow -o json`.
+#[derive(Serialize)]
+struct ChangeRecord<'a> {
+    event: &'static str,
+    #[serde(flatten)]
+    flow: FlowRecord<'a>,
+}
+
+/// Prints changes of flows as they come.
+pub(crate) struct Follow {
+    output: Output,
+    table: Table,
+}
+
+impl Follow {
+    /// In this form.
+    pub(crate) fn new(output: Output) -> Self {
+        Self { output, table: Table::new(FOLLOW, output == Output::Wide) }
+    }
+
+    /// Prints the changes of one look; the first time with a heading.
+    pub(crate) fn print(
+        &mut self,
+        out: &mut dyn Write,
+        changes: &[(Change, Flow)],
+        namer: &Namer<'_>,
+    ) -> io::Result<()> {
+        for (change, flow) in changes {
+            let record = namer.record(flow);
+            if self.output == Output::Json {
+                serde_json::to_writer(&mut *out, &ChangeRecord { event: change.as_str(), flow: record })?;
+                writeln!(out)?;
+                continue;
+            }
+            self.table
+                .cell(change.as_str())
+                .cell(record.proto)
+                .cell(record.tenant)
+                .socket(record.client)
+                .socket(record.vip)
+                .socket(record.backend)
+                .optional(record.node)
+                .cell(record.service)
+                .cell(record.state)
+                .cell(Age(record.age_s))
+                .cell(Bytes(record.in_bytes))
+                .cell(Bytes(record.out_bytes))
+                .socket(record.snat)
+                .cell(record.in_packets)
+                .cell(record.out_packets);
+        }
+        if self.output == Output::Json { Ok(()) } else { self.table.print_on(out) }
+    }
+}
+
+/// What was added to a counter in one interval of `lbctl drops --watch`.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(crate) struct Rate {
+    /// End of the interval (RFC 3339).
+    pub time: String,
+    /// Packets in the interval.
+    pub delta: u64,
+    /// The same for one second.
+    pub per_second: f64,
+    /// The counter.
+    #[serde(flatten)]
+    pub total: Drop,
+}
+
+/// Prints rates as they come.
+pub(crate) struct Rates {
+    output: Output,
+    table: Table,
+}
+
+impl Rates {
+    /// In this form.
+    pub(crate) fn new(output: Output) -> Self {
+        Self { output, table: Table::new(RATES, output == Output::Wide) }
+    }
+
+    /// Prints the counters that have moved in one interval; the first time with a heading.
+    pub(crate) fn print(&mut self, out: &mut dyn Write, rates: &[Rate]) -> io::Result<()> {
+        if self.output == Output::Json {
+            for rate in rates {
+                serde_json::to_writer(&mut *out, rate)?;
+                writeln!(out)?;
+            }
+            return Ok(());
+        }
+        for rate in rates.iter().filter(|rate| self.output == Output::Wide || rate.total.is_loss()) {
+            self.table
+                .cell(&rate.time)
+                .optional(rate.total.tenant.as_ref())
+                .cell(rate.total.reason)
+                .cell(rate.delta)
+                .cell(format_args!("{:.1}", rate.per_second))
+                .cell(rate.total.packets)
+                .cell(rate.total.verdict)
+                .cell(rate.total.meaning);
+        }
+        self.table.print_on(out)
+    }
+}
+
 /// Prints `lbctl drops`. Packets that were not dropped or refused but handed on are shown in wide tables and JSON.
 pub(crate) fn drops(out: &mut dyn Write, drops: &[Drop], output: Output) -> io::Result<()> {
     if output == Output::Json {
         return json_list(out, drops.iter());
     }
     let mut table = Table::new(DROPS, output == Output::Wide);
-    let shown = |drop: &&Drop| output == Output::Wide || matches!(drop.verdict, "drop" | "reject");
+    let shown = |drop: &&Drop| output == Output::Wide || drop.is_loss();
     for drop in drops.iter().filter(shown) {
         table.cell(drop.reason).optional(drop.tenant.as_ref()).cell(drop.packets).cell(drop.verdict).cell(drop.meaning);
     }
@@ -408,7 +670,7 @@ pub(crate) fn reload(out: &mut dyn Write, reply: &ReloadReply, output: Output) -
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::api::types::{ConfigStatus, InterfaceStatus, SourceStatus, TableFill};
+    use crate::api::types::{ConfigStatus, InterfaceStatus, SourceStatus, TableFill, TenantFill, Vip};
     use crate::flows::{Clock, Directory, FrontendNames, State};
 
     fn text(print: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> String {
@@ -446,6 +708,14 @@ mod tests {
                     age_s: Some(61),
                     error: Some("connection refused".to_owned()),
                 }],
+                tenants: vec![TenantFill {
+                    tenant: "a".to_owned(),
+                    family: "IPv6".to_owned(),
+                    flows: 7,
+                    flows_limit: 100,
+                    half_open: 2,
+                    ..TenantFill::default()
+                }],
                 tables: vec![TableFill { name: "flows4".to_owned(), used: 1000, capacity: 4000 }],
                 problems: vec!["config_stale: the last reload was refused".to_owned()],
                 ..Status::default()
@@ -475,6 +745,9 @@ eth1       tenant  native  up    1500
 
 SOURCE          STATE   AGE  ERROR
 kubernetes hub  away   1m1s  connection refused
+
+TENANT  FAMILY  FLOWS   OF  UDP  OF  HALF-OPEN  OF
+a       IPv6        7  100    0   -          2   -
 
 TABLE   USED    OF   FILL
 flows4  1000  4000  25.0%
@@ -515,6 +788,7 @@ flows4  1000  4000  25.0%
             tenant: "a".to_owned(),
             service: "ns/api".to_owned(),
             vip: "192.0.2.34:6443".to_owned(),
+            proto: "UDP".to_owned(),
             backend: "10.0.0.11:30918".to_owned(),
             node: Some("n1".to_owned()),
             state: "down".to_owned(),
@@ -524,8 +798,8 @@ flows4  1000  4000  25.0%
         };
         assert_eq!(
             text(|out| backends(out, &[backend], Output::Table)),
-            "TENANT  SERVICE  VIP              BACKEND          NODE  STATE  SINCE  SERVING  FLOWS  CAUSE\n\
-             a       ns/api   192.0.2.34:6443  10.0.0.11:30918  n1    down      5s  no           -  connection refused\n"
+            "TENANT  SERVICE  VIP              PROTO  BACKEND          NODE  STATE  SINCE  SERVING  FLOWS  CAUSE\n\
+             a       ns/api   192.0.2.34:6443  UDP    10.0.0.11:30918  n1    down      5s  no           -  connection refused\n"
         );
     }
 
@@ -547,6 +821,7 @@ flows4  1000  4000  25.0%
             frontend: 5,
             backend_id: 1,
             state: State::Established,
+            opened: 0,
             age: number,
             idle: 1,
             in_packets: 1,
@@ -566,19 +841,139 @@ flows4  1000  4000  25.0%
     fn flows_in_every_form() {
         let directory = directory();
         let clock = Clock { now: 0, ticks_per_second_256: 256 };
-        let all = many(2);
-        let namer = Namer::new(&directory, clock, &all);
+        let mut all = many(2);
+        all.push(Flow {
+            protocol: 17,
+            client: "[2001:db8::9]:40000".parse().unwrap(),
+            vip: "[2001:db8::34]:53".parse().unwrap(),
+            state: State::Unreplied,
+            ..all[1]
+        });
+        let namer = Namer::new(&directory, clock);
+        let listing = Listing::from(all[1..].to_vec());
         assert_eq!(
-            text(|out| flows(out, &all[1..], &namer, Output::Table)),
-            "TENANT  CLIENT         VIP              BACKEND          NODE  SERVICE  STATE        AGE  IDLE   IN  OUT\n\
-             a       0.0.0.1:40000  192.0.2.34:6443  10.0.0.11:30918  -     ns/api   established   1s    1s  1 B  1 B\n"
+            text(|out| flows(out, &listing, &namer, Output::Table)),
+            "TENANT  PROTO  CLIENT               VIP                BACKEND          NODE  SERVICE  STATE        AGE  IDLE   IN  OUT\n\
+             a       TCP    0.0.0.1:40000        192.0.2.34:6443    10.0.0.11:30918  -     ns/api   established   1s    1s  1 B  1 B\n\
+             a       UDP    [2001:db8::9]:40000  [2001:db8::34]:53  10.0.0.11:30918  -     ns/api   unreplied     1s    1s  1 B  1 B\n"
         );
-        assert!(text(|out| flows(out, &all, &namer, Output::Wide)).contains("10.0.0.2:1024"));
+        let listing = Listing::sorted(vec![all]);
+        assert!(text(|out| flows(out, &listing, &namer, Output::Wide)).contains("10.0.0.2:1024"));
         let json: Vec<serde_json::Value> =
-            serde_json::from_str(&text(|out| flows(out, &all, &namer, Output::Json))).unwrap();
-        assert_eq!(json.len(), 2);
+            serde_json::from_str(&text(|out| flows(out, &listing, &namer, Output::Json))).unwrap();
+        assert_eq!(json.len(), 3);
         assert_eq!(json[1]["client"], "0.0.0.1:40000");
         assert_eq!(json[1]["node"], serde_json::Value::Null);
+        assert_eq!((&json[2]["proto"], &json[2]["vip"]), (&"UDP".into(), &"[2001:db8::34]:53".into()));
+    }
+
+    #[test]
+    fn rows_of_all_threads_have_the_same_widths() {
+        let directory = directory();
+        let namer = Namer::new(&directory, Clock { now: 0, ticks_per_second_256: 256 });
+        let listing = Listing::from(many(3 * CHUNK as u32 + 5));
+        let table = text(|out| flows(out, &listing, &namer, Output::Table));
+        let lines: Vec<&str> = table.lines().collect();
+        assert_eq!(lines.len(), 1 + 3 * CHUNK + 5);
+        let state = lines[0].find("STATE").unwrap();
+        assert!(lines[1..].iter().all(|line| line[state..].starts_with("established")));
+        assert!(lines[lines.len() - 1].contains("0.0.192.4:40000"), "{}", lines[lines.len() - 1]);
+    }
+
+    #[test]
+    fn changes_are_told_line_by_line() {
+        let directory = directory();
+        let namer = Namer::new(&directory, Clock { now: 0, ticks_per_second_256: 256 });
+        let all = many(2);
+        let changes = [(Change::Opened, all[0]), (Change::Closed, all[1])];
+        let mut table = Follow::new(Output::Table);
+        let mut json = Follow::new(Output::Json);
+        let told = text(|out| {
+            table.print(out, &changes[..1], &namer)?;
+            table.print(out, &changes[1..], &namer)
+        });
+        assert_eq!(
+            told,
+            "EVENT   PROTO  TENANT  CLIENT         VIP              BACKEND          NODE  SERVICE  STATE        AGE   IN  OUT\n\
+             opened  TCP    a       0.0.0.0:40000  192.0.2.34:6443  10.0.0.11:30918  -     ns/api   established   0s  0 B  1 B\n\
+             closed  TCP    a       0.0.0.1:40000  192.0.2.34:6443  10.0.0.11:30918  -     ns/api   established   1s  1 B  1 B\n"
+        );
+        let lines = text(|out| json.print(out, &changes, &namer));
+        let lines: Vec<serde_json::Value> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        assert_eq!((&lines[0]["event"], &lines[1]["event"]), (&"opened".into(), &"closed".into()));
+        assert_eq!((&lines[1]["tenant"], &lines[1]["client"]), (&"a".into(), &"0.0.0.1:40000".into()));
+    }
+
+    #[test]
+    fn whois_names_the_client() {
+        let directory = directory();
+        let namer = Namer::new(&directory, Clock { now: 0, ticks_per_second_256: 256 });
+        let all = many(1);
+        assert_eq!(
+            text(|out| whois(out, &all, &namer, Output::Table)),
+            "PROTO  CLIENT         VIP              BACKEND          NODE  TENANT  SERVICE  STATE        AGE  IDLE\n\
+             TCP    0.0.0.0:40000  192.0.2.34:6443  10.0.0.11:30918  -     a       ns/api   established   0s    1s\n"
+        );
+        assert_eq!(text(|out| whois(out, &[], &namer, Output::Table)), "");
+        assert_eq!(text(|out| whois(out, &[], &namer, Output::Json)), "[]\n");
+    }
+
+    #[test]
+    fn addresses_and_how_many_are_free() {
+        let vip = |address: &str, state: &str, services: &[&str]| Vip {
+            address: address.parse().unwrap(),
+            state: state.to_owned(),
+            services: services.iter().map(ToString::to_string).collect(),
+            mac: None,
+            until_s: None,
+        };
+        let tenant = TenantVips {
+            tenant: "a".to_owned(),
+            interface: "eth1".to_owned(),
+            vlan: 2003,
+            pools: vec!["192.0.2.32-192.0.2.47".to_owned()],
+            free: Some(13),
+            addresses: vec![
+                vip("192.0.2.34", "used", &["ns/api", "web"]),
+                Vip { mac: Some("02:00:00:00:00:01".to_owned()), ..vip("192.0.2.35", "conflict", &[]) },
+                Vip { until_s: Some(3660), ..vip("2001:db8::34", "reserved", &["ns/gone"]) },
+            ],
+        };
+        assert_eq!(
+            text(|out| vips(out, std::slice::from_ref(&tenant), Output::Table)),
+            "TENANT  SEGMENT    ADDRESS       STATE     BY                        MAC                UNTIL\n\
+             a       eth1.2003  192.0.2.34    used      ns/api,web                -                      -\n\
+             a       eth1.2003  192.0.2.35    conflict  -                         02:00:00:00:00:01      -\n\
+             a       eth1.2003  2001:db8::34  reserved  ns/gone                   -                   1h1m\n\
+             a       eth1.2003  13            free      of 192.0.2.32-192.0.2.47  -                      -\n"
+        );
+        let json: serde_json::Value = serde_json::from_str(&text(|out| vips(out, &[tenant], Output::Json))).unwrap();
+        assert_eq!((&json[0]["vlan"], &json[0]["free"]), (&2003.into(), &13.into()));
+        assert_eq!(json[0]["addresses"][1]["mac"], "02:00:00:00:00:01");
+    }
+
+    #[test]
+    fn rates_are_told_as_they_come() {
+        let rate = |verdict: &'static str, delta: u64| Rate {
+            time: "t".to_owned(),
+            delta,
+            per_second: delta as f64 / 2.0,
+            total: Drop {
+                reason: "no_flow",
+                verdict,
+                tenant: Some("a".to_owned()),
+                packets: 100,
+                meaning: "of no flow",
+            },
+        };
+        let mut rates = Rates::new(Output::Table);
+        assert_eq!(
+            text(|out| rates.print(out, &[rate("reject", 5), rate("pass", 9)])),
+            "TIME  TENANT  REASON   PACKETS  PER_S  TOTAL  VERDICT\nt     a       no_flow        5    2.5    100  reject\n"
+        );
+        let lines = text(|out| Rates::new(Output::Json).print(out, &[rate("pass", 9)]));
+        let line: serde_json::Value = serde_json::from_str(lines.trim_end()).unwrap();
+        assert_eq!((&line["delta"], &line["packets"], &line["tenant"]), (&9.into(), &100.into(), &"a".into()));
     }
 
     /// Not a unit test of speed: it prints what the machine does, and only a change of order fails it.
@@ -590,9 +985,9 @@ flows4  1000  4000  25.0%
         let all = many(1_000_000);
         for output in [Output::Table, Output::Wide, Output::Json] {
             let start = std::time::Instant::now();
-            let shown = crate::flows::sorted(all.iter().copied());
+            let shown = Listing::sorted(vec![all.clone()]);
             let sorted = start.elapsed();
-            flows(&mut io::sink(), &shown, &Namer::new(&directory, clock, &shown), output).unwrap();
+            flows(&mut io::sink(), &shown, &Namer::new(&directory, clock), output).unwrap();
             eprintln!("{output:?}: sorted after {sorted:?}, printed after {:?}", start.elapsed());
             assert!(start.elapsed().as_secs() < 20);
         }

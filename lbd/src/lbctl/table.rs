@@ -40,15 +40,18 @@ pub(crate) struct Table {
     /// Column of the next cell.
     next: usize,
     text: String,
-    ends: Vec<usize>,
+    /// Where each cell's text ends.
+    ends: Vec<u32>,
     widths: Vec<usize>,
+    /// The heading has been printed.
+    headed: bool,
 }
 
 impl Table {
     /// An empty table; with `wide`, all columns are shown.
     pub(crate) fn new(columns: &'static [Column], wide: bool) -> Self {
         let widths = columns.iter().filter(|column| wide || !column.wide).map(|column| column.title.len()).collect();
-        Self { columns, wide, next: 0, text: String::new(), ends: Vec::new(), widths }
+        Self { columns, wide, next: 0, text: String::new(), ends: Vec::new(), widths, headed: false }
     }
 
     /// The next cell: from left to right, row by row, wide columns too. Control characters are shown as `?`.
@@ -81,41 +84,64 @@ impl Table {
             let column = self.ends.len() % self.widths.len();
             let width = width(&self.text[start..]);
             self.widths[column] = self.widths[column].max(width);
-            self.ends.push(self.text.len());
+            self.ends.push(self.text.len() as u32);
         }
         self
     }
 
-    /// Adds the rows of a table with the same columns.
-    pub(crate) fn append(&mut self, other: Self) {
-        let offset = self.text.len();
-        self.text.push_str(&other.text);
-        self.ends.extend(other.ends.into_iter().map(|end| end + offset));
-        for (mine, theirs) in self.widths.iter_mut().zip(other.widths) {
-            *mine = (*mine).max(theirs);
+    /// Makes the columns as wide as those of a table with the same columns.
+    pub(crate) fn widen(&mut self, other: &Self) {
+        for (mine, theirs) in self.widths.iter_mut().zip(&other.widths) {
+            *mine = (*mine).max(*theirs);
         }
     }
 
     /// Writes heading and rows.
     pub(crate) fn print(&self, out: &mut dyn Write) -> io::Result<()> {
-        let shown: Vec<&Column> = self.columns.iter().filter(|column| self.wide || !column.wide).collect();
+        out.write_all(self.heading().as_bytes())?;
+        out.write_all(self.lines(self).as_bytes())
+    }
+
+    /// Writes the rows, the first time after the heading, and forgets them. Columns get wider as need be, never narrower.
+    pub(crate) fn print_on(&mut self, out: &mut dyn Write) -> io::Result<()> {
+        if !self.headed {
+            out.write_all(self.heading().as_bytes())?;
+            self.headed = true;
+        }
+        out.write_all(self.lines(self).as_bytes())?;
+        self.text.clear();
+        self.ends.clear();
+        Ok(())
+    }
+
+    fn shown(&self) -> Vec<&'static Column> {
+        self.columns.iter().filter(|column| self.wide || !column.wide).collect()
+    }
+
+    fn heading(&self) -> String {
         let mut line = String::new();
-        for (column, place) in shown.iter().zip(0..) {
+        for (column, place) in self.shown().into_iter().zip(0..) {
             self.pad(&mut line, column, place, column.title);
         }
         line.push('\n');
-        out.write_all(line.as_bytes())?;
+        line
+    }
+
+    /// The rows of a table with the same columns, in the widths of this one.
+    pub(crate) fn lines(&self, rows: &Self) -> String {
+        let shown = self.shown();
+        let width: usize = self.widths.iter().map(|width| width + 2).sum();
+        let count = rows.ends.len() / shown.len();
+        let mut lines = String::with_capacity(count * (width + 1));
         let mut start = 0;
-        for row in self.ends.chunks_exact(shown.len()) {
-            line.clear();
+        for row in rows.ends.chunks_exact(shown.len()) {
             for ((column, place), &end) in shown.iter().zip(0..).zip(row) {
-                self.pad(&mut line, column, place, &self.text[start..end]);
-                start = end;
+                self.pad(&mut lines, column, place, &rows.text[start..end as usize]);
+                start = end as usize;
             }
-            line.push('\n');
-            out.write_all(line.as_bytes())?;
+            lines.push('\n');
         }
-        Ok(())
+        lines
     }
 
     fn pad(&self, line: &mut String, column: &Column, place: usize, cell: &str) {
@@ -161,32 +187,46 @@ impl fmt::Write for Printable<'_> {
 }
 
 /// A number of bytes, in binary units, three digits.
-pub(crate) fn bytes(count: u64) -> String {
-    const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
-    let mut value = count as f64;
-    let mut unit = 0;
-    while value >= 1023.5 && unit + 1 < UNITS.len() {
-        value /= 1024.0;
-        unit += 1;
-    }
-    if unit == 0 {
-        format!("{count} B")
-    } else if value < 9.995 {
-        format!("{value:.2} {}", UNITS[unit])
-    } else if value < 99.95 {
-        format!("{value:.1} {}", UNITS[unit])
-    } else {
-        format!("{value:.0} {}", UNITS[unit])
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Bytes(pub(crate) u64);
+
+impl Display for Bytes {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+        let Self(count) = *self;
+        if count < 1024 {
+            return write!(formatter, "{count} B");
+        }
+        let mut value = count as f64;
+        let mut unit = 0;
+        while value >= 1023.5 && unit + 1 < UNITS.len() {
+            value /= 1024.0;
+            unit += 1;
+        }
+        let digits = if value < 9.995 {
+            2
+        } else if value < 99.95 {
+            1
+        } else {
+            0
+        };
+        write!(formatter, "{value:.digits$} {}", UNITS[unit])
     }
 }
 
-/// Seconds in at most two units.
-pub(crate) fn age(seconds: u64) -> String {
-    match seconds {
-        0..60 => format!("{seconds}s"),
-        60..3600 => format!("{}m{}s", seconds / 60, seconds % 60),
-        3600..86_400 => format!("{}h{}m", seconds / 3600, seconds % 3600 / 60),
-        _ => format!("{}d{}h", seconds / 86_400, seconds % 86_400 / 3600),
+/// Seconds, in at most two units.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Age(pub(crate) u64);
+
+impl Display for Age {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(seconds) = *self;
+        match seconds {
+            0..60 => write!(formatter, "{seconds}s"),
+            60..3600 => write!(formatter, "{}m{}s", seconds / 60, seconds % 60),
+            3600..86_400 => write!(formatter, "{}h{}m", seconds / 3600, seconds % 3600 / 60),
+            _ => write!(formatter, "{}d{}h", seconds / 86_400, seconds % 86_400 / 3600),
+        }
     }
 }
 
@@ -218,14 +258,31 @@ mod tests {
     #[test]
     fn tables_are_joined() {
         let mut all = Table::new(COLUMNS, false);
-        for word in ["a", "longer"] {
+        let tables = ["a", "longer"].map(|word| {
             let mut one = Table::new(COLUMNS, false);
             one.cell(word).cell(1).cell("hidden").cell("x");
-            all.append(one);
-        }
+            all.widen(&one);
+            one
+        });
         let mut out = Vec::new();
         all.print(&mut out).unwrap();
-        assert_eq!(String::from_utf8(out).unwrap(), "NAME    COUNT  END\na           1  x\nlonger      1  x\n");
+        let text = String::from_utf8(out).unwrap() + &tables.map(|table| all.lines(&table)).concat();
+        assert_eq!(text, "NAME    COUNT  END\na           1  x\nlonger      1  x\n");
+    }
+
+    #[test]
+    fn rows_are_printed_as_they_come() {
+        let mut table = Table::new(COLUMNS, false);
+        let mut out = Vec::new();
+        for word in ["a", "longer", "b"] {
+            table.cell(word).cell(1).cell("hidden").cell("x");
+            table.print_on(&mut out).unwrap();
+        }
+        table.print_on(&mut out).unwrap();
+        assert_eq!(
+            String::from_utf8(out).unwrap(),
+            "NAME  COUNT  END\na         1  x\nlonger      1  x\nb           1  x\n"
+        );
     }
 
     #[test]
@@ -246,10 +303,10 @@ mod tests {
             (123 << 20, "123 MiB"),
             (u64::MAX, "16.0 EiB"),
         ] {
-            assert_eq!(bytes(count), text);
+            assert_eq!(Bytes(count).to_string(), text);
         }
         for (seconds, text) in [(0, "0s"), (59, "59s"), (60, "1m0s"), (3660, "1h1m"), (90_000, "1d1h")] {
-            assert_eq!(age(seconds), text);
+            assert_eq!(Age(seconds).to_string(), text);
         }
     }
 }
