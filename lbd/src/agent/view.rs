@@ -389,7 +389,7 @@ fn vips_of(tenant: &Tenant, addresses: &Addresses, plan: &Plan, now: i64) -> Ten
         if listed.contains_key(address) || tenant.pools.iter().any(|pool| pool.contains(*address)) {
             add(&mut listed, *address, vip_state::CONFLICT, None, None);
             if let Some(vip) = listed.get_mut(address) {
-                vip.state = vip_state::CONFLICT.to_owned();
+                vip_state::CONFLICT.clone_into(&mut vip.state);
                 vip.mac = Some(mac.map(|byte| format!("{byte:02x}")).join(":"));
             }
         }

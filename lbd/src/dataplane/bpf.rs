@@ -310,8 +310,6 @@ pub(super) fn test_run(program: BorrowedFd<'_>, packet: &mut [u8]) -> io::Result
     Ok(attribute.result)
 }
 
-/// A key or value: plain bytes.
-
 #[repr(C)]
 #[derive(Clone, Copy, Pod, Zeroable)]
 struct ElementAttribute {

@@ -1095,7 +1095,9 @@ mod tests {
         let top = |count, by| {
             Top::of(flows.chunks(40).map(|chunk| {
                 let mut top = Top::new(count, by);
-                chunk.iter().for_each(|flow| top.add(*flow));
+                for flow in chunk {
+                    top.add(*flow);
+                }
                 top
             }))
         };

@@ -203,13 +203,7 @@ impl Display for Bytes {
             value /= 1024.0;
             unit += 1;
         }
-        let digits = if value < 9.995 {
-            2
-        } else if value < 99.95 {
-            1
-        } else {
-            0
-        };
+        let digits = usize::from(value < 9.995) + usize::from(value < 99.95);
         write!(formatter, "{value:.digits$} {}", UNITS[unit])
     }
 }

@@ -114,7 +114,7 @@ mod tests {
         let frontend = Frontend { vip, id: 5, segment: 2, tenant: 1, ..Frontend::ZERO };
         let entry = |last: u8, freed| Entry {
             tenant: "a".to_owned(),
-            service: ObjectName::new("ns", &format!("s{last}")),
+            service: ObjectName::new("ns", format!("s{last}")),
             address: IpAddr::from([192, 0, 2, last]),
             freed,
         };
