@@ -408,8 +408,8 @@ fn vips_of(tenant: &Tenant, addresses: &Addresses, plan: &Plan, now: i64) -> Ten
 fn free(tenant: &Tenant, host: &HostFacts, listed: &BTreeMap<IpAddr, Vip>) -> u64 {
     let facts = host.interfaces.get(&tenant.segment.interface).filter(|_| tenant.segment.vlan.is_none());
     let mut others: BTreeSet<IpAddr> = listed.keys().copied().collect();
-    others.extend(tenant.address.iter().map(ipnet::IpNet::addr));
-    others.extend(tenant.gateway);
+    others.extend(tenant.addresses.iter().map(ipnet::IpNet::addr));
+    others.extend(&tenant.gateways);
     if let Some(facts) = facts {
         others.extend(facts.all_addresses.iter().map(ipnet::IpNet::addr));
         others.extend(&facts.gateways);
