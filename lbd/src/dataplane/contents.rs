@@ -5,10 +5,11 @@ use std::net::IpAddr;
 
 use ipnet::IpNet;
 use lbd_common::abi::{
-    self, ADDRESS_ANSWER, ADDRESS_BACKEND, ADDRESS_HOST, ADDRESS_SNAT, ADDRESS_TARGET_PORT, ADDRESS_VIP, AddressKey,
-    BACKEND_ELIGIBLE, BACKEND_PRESENT, Backend, CHUNK_SLOTS, FRONTEND_PRESERVE_CLIENT, FRONTEND_SOURCE_AFFINITY,
-    FRONTEND_UNSERVED_DROP, FamilyLimits, Frontend, FrontendKey, LocalAddress, MaglevChunk, NEXT_HOP_ON_LINK,
-    NEXT_HOP_RESOLVED, NextHop, Segment, TENANT_HOST_ACCESS_ICMP, TENANT_HOST_ACCESS_OWN, Tenant,
+    self, ADDRESS_ANSWER, ADDRESS_BACKEND, ADDRESS_HOST, ADDRESS_HOST_PORT, ADDRESS_SNAT, ADDRESS_TARGET_PORT,
+    ADDRESS_VIP, Address, Address4, Address6, AddressKey, BACKEND_ELIGIBLE, BACKEND_PRESENT, Backend, CHUNK_SLOTS,
+    FRONTEND_ADOPT, FRONTEND_PRESERVE_CLIENT, FRONTEND_SOURCE_AFFINITY, FRONTEND_UNSERVED_DROP, FamilyLimits, Frontend,
+    FrontendKey, LocalAddress, MaglevChunk, NEXT_HOP_ON_LINK, NEXT_HOP_RESOLVED, NextHop, Segment,
+    TENANT_HOST_ACCESS_ICMP, TENANT_HOST_ACCESS_OWN, Tenant,
 };
 
 use super::netlink::Neighbour;
@@ -147,9 +148,14 @@ pub(super) fn segment(
     gateway6_next_hop: u16,
     on_link_next_hop: u16,
 ) -> Segment {
-    let network = plan.networks.iter().find_map(|network| match network {
+    let network4 = plan.networks.iter().find_map(|network| match network {
         IpNet::V4(network) => Some(*network),
         IpNet::V6(_) => None,
+    });
+    // Link-local addresses are on the link anyway.
+    let network6 = plan.networks.iter().find_map(|network| match network {
+        IpNet::V6(network) if !network.addr().is_unicast_link_local() => Some(*network),
+        IpNet::V4(_) | IpNet::V6(_) => None,
     });
     let mut flags = 0;
     if plan.tenant_side {
@@ -167,11 +173,11 @@ pub(super) fn segment(
         on_link_next_hop,
         vlan: plan.name.vlan.unwrap_or(0),
         gateway6_next_hop,
-        network4_be: network.map_or(0, |network| u32::from_ne_bytes(network.network().octets())),
-        mask4_be: network.map_or(0, |network| u32::from_ne_bytes(network.netmask().octets())),
+        network4_be: network4.map_or(0, |network| Address4::from_ip(network.network())),
+        mask4_be: network4.map_or(u32::MAX, |network| Address4::from_ip(network.netmask())),
         mtu: interface.mtu,
-        network6_be: [0; 4],
-        mask6_be: [u32::MAX; 4],
+        network6_be: network6.map_or([0; 4], |network| Address6::from_ip(network.network())),
+        mask6_be: network6.map_or([u32::MAX; 4], |network| Address6::from_ip(network.netmask())),
     }
 }
 
@@ -237,6 +243,7 @@ pub(super) fn frontend(address: &FrontendAddress, plan: &FrontendPlan, table: (u
         (plan.source_affinity, FRONTEND_SOURCE_AFFINITY),
         (plan.preserve_client, FRONTEND_PRESERVE_CLIENT),
         (plan.unserved_drop, FRONTEND_UNSERVED_DROP),
+        (plan.adopt, FRONTEND_ADOPT),
     ] {
         if on {
             flags |= flag;
@@ -255,7 +262,7 @@ pub(super) fn frontend(address: &FrontendAddress, plan: &FrontendPlan, table: (u
         target_port_be: plan.target_port.to_be(),
         snat_first: plan.snat_ports.0,
         snat_last: plan.snat_ports.1,
-        timeouts: 0,
+        timeouts: plan.timeouts,
         table: table.0,
         table_size: table.1,
         source_ranges: 0,
@@ -265,6 +272,14 @@ pub(super) fn frontend(address: &FrontendAddress, plan: &FrontendPlan, table: (u
 /// An address's key.
 pub(super) fn address_key(segment: SegmentId, address: IpAddr) -> AddressKey {
     AddressKey { address: mapped(address), segment, port_be: 0 }
+}
+
+/// Segment of the keys by which a VIP is known on hub segments.
+const ANY_SEGMENT: SegmentId = 0;
+
+/// The key of a port in a segment.
+fn port_key(segment: SegmentId, port: u16) -> AddressKey {
+    AddressKey { address: [0; 16], segment, port_be: port.to_be() }
 }
 
 /// Whether ARP requests and neighbour solicitations for the address are ours to answer: not if the kernel does.
@@ -315,8 +330,20 @@ pub(super) fn addresses(plan: &Plan, answer: impl Fn(SegmentId, IpAddr) -> bool)
             .extend(list.iter().map(|&(segment, port)| (segment, if port == 0 { frontend.target_port } else { port })));
     }
     for (segment, port) in ports.into_iter().filter(|&(_, port)| port != 0) {
-        let key = AddressKey { address: [0; 16], segment, port_be: port.to_be() };
-        wanted.insert(key, LocalAddress { flags: ADDRESS_TARGET_PORT, ..LocalAddress::ZERO });
+        wanted.entry(port_key(segment, port)).or_insert(LocalAddress::ZERO).flags |= ADDRESS_TARGET_PORT;
+    }
+    for (&id, segment) in &plan.segments {
+        for &port in &segment.host_ports {
+            wanted.entry(port_key(id, port)).or_insert(LocalAddress::ZERO).flags |= ADDRESS_HOST_PORT;
+        }
+    }
+    // What comes for a tenant's VIP on a hub segment is known by segment 0, unless the address means something there itself.
+    let hubs: Vec<SegmentId> = plan.segments.iter().filter(|(_, it)| it.hub_side).map(|(&id, _)| id).collect();
+    for (&(_, address), _) in plan.addresses.iter().filter(|(_, known)| known.vip) {
+        if !hubs.iter().any(|&hub| plan.addresses.contains_key(&(hub, address))) {
+            let value = LocalAddress { flags: ADDRESS_VIP, ..LocalAddress::ZERO };
+            wanted.insert(address_key(ANY_SEGMENT, address), value);
+        }
     }
     wanted
 }
@@ -451,6 +478,103 @@ mod tests {
         );
         assert_eq!((value.id, value.gateway_next_hop, value.on_link_next_hop, value.mtu), (3, 5, 6, 9000));
         assert_eq!(value.flags, abi::SEGMENT_TENANT);
+    }
+
+    #[test]
+    fn a_segment_has_its_first_global_ipv6_network() {
+        let value = segment(3, &segment_plan(&["fe80::/64", "2001:db8:203::/64"], &[]), &interface(), 5, 7, 6);
+        let words = |address: &str| Address6::from_ip(address.parse().unwrap());
+        assert_eq!((value.network6_be, value.mask6_be), (words("2001:db8:203::"), words("ffff:ffff:ffff:ffff::")));
+        // No prefix: nobody is on the link.
+        assert_eq!((value.network4_be, value.mask4_be), (0, u32::MAX));
+        assert_eq!((value.gateway_next_hop, value.gateway6_next_hop), (5, 7));
+        let without = segment(3, &segment_plan(&["192.0.2.0/24"], &[]), &interface(), 5, 7, 6);
+        assert_eq!((without.network6_be, without.mask6_be), ([0; 4], [u32::MAX; 4]));
+    }
+
+    #[test]
+    fn vips_are_known_on_hub_segments_by_segment_0_unless_the_address_means_something_there() {
+        let mut plan = Plan::default();
+        let hub = SegmentPlan { tenant_side: false, hub_side: true, ..segment_plan(&["10.0.0.0/24"], &[]) };
+        plan.segments.extend([(1, segment_plan(&["192.0.2.0/24"], &[])), (2, hub)]);
+        let vip = AddressPlan { vip: true, tenant: 1, ..AddressPlan::default() };
+        let host = AddressPlan { host: true, ..AddressPlan::default() };
+        for (segment, address, known) in [
+            (1, "192.0.2.34", &vip),
+            (1, "2001:db8:203::34", &vip),
+            // Another tenant may have the hub's addresses as VIPs.
+            (1, "10.0.0.2", &vip),
+            (2, "10.0.0.2", &host),
+            (1, "192.0.2.2", &host),
+        ] {
+            plan.addresses.insert((segment, address.parse().unwrap()), known.clone());
+        }
+        let wanted = addresses(&plan, |_, _| true);
+        let on_hub = |address: &str| wanted.get(&address_key(0, address.parse().unwrap())).copied();
+        let vip = LocalAddress { flags: ADDRESS_VIP, ..LocalAddress::ZERO };
+        assert_eq!((on_hub("192.0.2.34"), on_hub("2001:db8:203::34")), (Some(vip), Some(vip)));
+        assert_eq!((on_hub("10.0.0.2"), on_hub("192.0.2.2")), (None, None));
+        assert_eq!(wanted.len(), 7);
+    }
+
+    #[test]
+    fn a_port_can_be_a_backends_and_the_hosts() {
+        let mut plan = Plan::default();
+        plan.segments.insert(1, SegmentPlan { host_ports: [22, 9100].into(), ..segment_plan(&[], &[]) });
+        let wanted = addresses(&plan, |_, _| false);
+        assert_eq!(wanted[&port_key(1, 22)].flags, ADDRESS_HOST_PORT);
+        plan.segments.insert(2, segment_plan(&[], &[]));
+        let list = [FrontendBackend {
+            id: 4,
+            address: "192.0.2.9".parse().unwrap(),
+            port: 22,
+            node: None,
+            weight: 1,
+            serving: true,
+            probed: true,
+        }];
+        let backend = BackendPlan { address: list[0].address, port: 22, segment: 1, node: None, eligible: true };
+        plan.backends.insert(4, backend);
+        let at = FrontendAddress { segment: 2, vip: list[0].address, port: 22, protocol: Protocol::Udp };
+        plan.frontends.insert(at, frontend_plan(&list));
+        let wanted = addresses(&plan, |_, _| false);
+        assert_eq!(wanted[&port_key(1, 22)].flags, ADDRESS_HOST_PORT | ADDRESS_TARGET_PORT);
+        assert_eq!(wanted[&port_key(1, 9100)].flags, ADDRESS_HOST_PORT);
+        assert!(!wanted.contains_key(&port_key(2, 22)));
+    }
+
+    fn frontend_plan(backends: &[FrontendBackend]) -> FrontendPlan {
+        FrontendPlan {
+            id: 9,
+            tenant: 1,
+            name: "dns".into(),
+            timeouts: 3,
+            service: None,
+            service_uid: String::new(),
+            source_affinity: false,
+            preserve_client: true,
+            adopt: true,
+            unserved_drop: false,
+            target_port: 30053,
+            snat: None,
+            snat_ports: (1024, 32767),
+            table: None,
+            backends: backends.into(),
+            probe: None,
+            reset_on_down: false,
+        }
+    }
+
+    #[test]
+    fn a_frontend_of_ipv6_and_udp_that_keeps_the_client() {
+        let vip = "2001:db8:203::34";
+        let at = FrontendAddress { segment: 2, vip: vip.parse().unwrap(), port: 53, protocol: Protocol::Udp };
+        let value = frontend(&at, &frontend_plan(&[]), (0, 0));
+        assert_eq!(value.vip, vip.parse::<std::net::Ipv6Addr>().unwrap().octets());
+        assert_eq!((value.protocol, value.timeouts, value.snat), (17, 3, [0; 16]));
+        assert_eq!(value.flags, FRONTEND_PRESERVE_CLIENT | FRONTEND_ADOPT);
+        let source = FrontendPlan { snat: Some("2001:db8:f::50".parse().unwrap()), ..frontend_plan(&[]) };
+        assert_eq!(address(&frontend(&at, &source, (0, 0)).snat).to_string(), "2001:db8:f::50");
     }
 
     #[test]

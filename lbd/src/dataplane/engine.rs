@@ -10,9 +10,9 @@ use std::{io, iter};
 use bytemuck::Pod;
 use ipnet::IpNet;
 use lbd_common::abi::{
-    self, ADDRESS_ANSWER, Address, AddressKey, Backend, ControlRequest, ControlRequest4, Flow4, FlowKey4, Frontend,
-    FrontendEvents, FrontendKey, FrontendOwner, LocalAddress, MaglevChunk, NextHop, Segment, Settings, Tenant,
-    TenantUse, Timeouts, Traffic, control, names,
+    self, ADDRESS_ANSWER, Address, AddressKey, Backend, ControlRequest, ControlRequest4, Flow, Flow4, Flow6, FlowKey,
+    FlowKey4, FlowKey6, Frontend, FrontendEvents, FrontendKey, FrontendOwner, LocalAddress, MaglevChunk, NextHop,
+    Segment, Settings, Tenant, TenantUse, Timeouts, Traffic, control, names,
 };
 use lbd_common::reason::Reason;
 
@@ -58,6 +58,8 @@ struct Hop {
 pub(super) struct Programs {
     pub(super) control: OwnedFd,
     pub(super) flows: Map<FlowKey4, Flow4>,
+    pub(super) flows6: Map<FlowKey6, Flow6>,
+    pub(super) settings: Map<u32, Settings>,
     pub(super) traffic: PerCpu<Traffic>,
     pub(super) events: PerCpu<FrontendEvents>,
     pub(super) used: Map<u32, TenantUse>,
@@ -92,14 +94,22 @@ impl Programs {
     /// Flows that live now, by the datapath's count.
     pub(super) fn live_flows(&self) -> io::Result<u64> {
         let mut total: u64 = 0;
-        self.used.for_each(|_, used| total = total.wrapping_add(used.families[0].flows))?;
+        self.used.for_each(|_, used| total = used.families.iter().fold(total, |sum, it| sum.wrapping_add(it.flows)))?;
         Ok(total)
     }
 
     /// Marks a flow as dead: both halves count as absent from then on, and the clock hand deletes them. Whether it lived.
-    fn mark(&self, key: &FlowKey4) -> io::Result<bool> {
-        let answer = self.control(ControlRequest { command: control::MARK, key: *key, ..ControlRequest::ZERO })?;
+    fn mark<A: Address>(&self, key: &FlowKey<A>) -> io::Result<bool> {
+        let command = if A::IS_V6 { control::MARK6 } else { control::MARK };
+        let answer = self.control(ControlRequest { command, key: *key, ..ControlRequest::ZERO })?;
         Ok(answer.result != 0)
+    }
+
+    /// From now on for five minutes, flows without state are adopted by the frontends that say so.
+    fn adopt(&self, hertz: u32) -> io::Result<()> {
+        let clock = self.control(ControlRequest4 { command: control::CLOCK, ..ControlRequest4::ZERO })?;
+        let Some(settings) = self.settings.get(&0)? else { return Ok(()) };
+        self.settings.set(&0, &Settings { adopt_until: adopt_until(clock.jiffies, hertz), ..settings })
     }
 }
 
@@ -119,7 +129,10 @@ pub(super) fn run_control<A: Address>(
 
 /// The tables that the agent writes.
 pub(super) struct Tables {
+    /// `CONFIG_HZ`, as the settings in the maps say.
+    hertz: u32,
     tenants: Table<u32, Tenant>,
+    timeouts: Table<u32, Timeouts>,
     owners: Table<u32, FrontendOwner>,
     backends: Table<u32, Backend>,
     frontends: Table<FrontendKey, Frontend>,
@@ -143,8 +156,11 @@ impl Tables {
         fn hash<K: Pod + Ord, V: Pod + PartialEq>(paths: &Paths, name: &'static str) -> io::Result<Table<K, V>> {
             Table::load(name, Box::new(Map::<K, V>::open(&paths.map(name))?), None)
         }
+        let settings = Map::<u32, Settings>::open(&paths.map(names::SETTINGS))?.get(&0)?.unwrap_or(Settings::ZERO);
         Ok(Self {
+            hertz: settings.ticks_per_second_256 << abi::TICK_SHIFT >> 8,
             tenants: array(paths, names::TENANTS, Tenant::ZERO)?,
+            timeouts: array(paths, names::TIMEOUTS, Timeouts::ZERO)?,
             owners: array(paths, names::FRONTEND_OWNERS, FrontendOwner::ZERO)?,
             backends: array(paths, names::BACKENDS, Backend::ZERO)?,
             frontends: hash(paths, names::FRONTENDS)?,
@@ -314,8 +330,14 @@ impl Engine {
         let backends = self.wanted_backends();
         self.add_backends(&backends, &mut writer);
         let regions = self.add_tables(&backends, &mut writer);
+        // What is not used any more stays: no frontend leads to it.
+        let hertz = self.tables.hertz;
+        let wanted: BTreeMap<u32, Timeouts> =
+            plan.timeouts.iter().map(|(&id, wanted)| (u32::from(id), timeouts(wanted, hertz))).collect();
+        self.tables.timeouts.put_all(&wanted, &mut writer);
         self.add_frontends(&regions, &mut writer);
         let addresses = self.wanted_addresses();
+        self.adopt_for(&addresses);
         self.tables.addresses.put_all(&addresses, &mut writer);
         let segments = self.wanted_segments();
         self.tables.segments.put_all(&segments, &mut writer);
@@ -337,7 +359,7 @@ impl Engine {
                 bpf::barrier();
             }
             flows_reset += self.reset(&plan.resets, &mut writer);
-            let after = self.config_half_open() + Duration::from_secs(5);
+            let after = half_open(&self.config) + Duration::from_secs(5);
             self.again.push((now + after, plan.resets.clone()));
         }
         match writer.first {
@@ -346,13 +368,16 @@ impl Engine {
         }
     }
 
-    fn config_half_open(&self) -> Duration {
-        self.config
-            .tenants
-            .iter()
-            .map(|tenant| tenant.settings.timeouts.tcp_half_open)
-            .max()
-            .unwrap_or(Duration::from_secs(30))
+    /// Opens the time for adoption, if a VIP is about to be answered for that was not, and one of its frontends adopts.
+    fn adopt_for(&self, wanted: &BTreeMap<AddressKey, LocalAddress>) {
+        if !taken_over(&self.plan, self.tables.addresses.shadow(), wanted) {
+            return;
+        }
+        if let Some(programs) = &self.programs
+            && let Err(error) = programs.adopt(self.tables.hertz)
+        {
+            tracing::warn!("map {}: flows of VIPs taken over cannot be adopted: {error}", names::SETTINGS);
+        }
     }
 
     /// Marks the flows that are meant. Returns how many lived.
@@ -361,8 +386,20 @@ impl Engine {
         if resets.is_empty() {
             return 0;
         }
+        self.reset_of(&programs.flows, names::FLOWS4, resets, writer)
+            + self.reset_of(&programs.flows6, names::FLOWS6, resets, writer)
+    }
+
+    /// The same in one family.
+    fn reset_of<A: Address>(
+        &self,
+        flows: &Map<FlowKey<A>, Flow<A>>,
+        name: &str,
+        resets: &BTreeSet<Reset>,
+        writer: &mut Writer,
+    ) -> u64 {
         let mut meant = Vec::new();
-        let result = programs.flows.for_each(|key, flow| {
+        let result = flows.for_each(|key, flow| {
             if flow.state & (abi::FLOW_REVERSE | abi::FLOW_DEAD) == 0 {
                 let segment = self.tables.hops.get(&u32::from(flow.next_hop)).map_or(0, |hop| hop.segment);
                 if resets.iter().any(|reset| resets::matches(reset, key, flow, segment)) {
@@ -371,19 +408,19 @@ impl Engine {
             }
         });
         if let Err(error) = result {
-            writer.fail(format!("map {}: cannot list flows to reset: {error}", names::FLOWS4));
+            writer.fail(format!("map {name}: cannot list flows to reset: {error}"));
         }
         match self.mark(&meant) {
             Ok(count) => count,
             Err(error) => {
-                writer.fail(format!("map {}: cannot reset flows: {error}", names::FLOWS4));
+                writer.fail(format!("map {name}: cannot reset flows: {error}"));
                 0
             }
         }
     }
 
     /// Marks flows as dead. Returns how many lived.
-    pub(super) fn mark(&self, keys: &[FlowKey4]) -> io::Result<u64> {
+    pub(super) fn mark<A: Address>(&self, keys: &[FlowKey<A>]) -> io::Result<u64> {
         let Some(programs) = &self.programs else { return Ok(0) };
         let mut count = 0;
         for key in keys {
@@ -446,6 +483,11 @@ impl Engine {
                 .flows
                 .for_each(|_, flow| {
                     used.insert(flow.next_hop);
+                })
+                .and_then(|()| {
+                    programs.flows6.for_each(|_, flow| {
+                        used.insert(flow.next_hop);
+                    })
                 })
                 .ok()?;
         }
@@ -687,7 +729,10 @@ impl Engine {
                 },
             };
             wanted.insert(contents::frontend_key(address), contents::frontend(address, frontend, table));
-            owners.insert(u32::from(frontend.id), FrontendOwner { tenant: frontend.tenant, ..FrontendOwner::ZERO });
+            owners.insert(
+                u32::from(frontend.id),
+                FrontendOwner { tenant: frontend.tenant, timeouts: frontend.timeouts, pad: [0; 2] },
+            );
         }
         self.tables.owners.put_all(&owners, writer);
         self.tables.frontends.put_all(&wanted, writer);
@@ -788,6 +833,7 @@ impl Engine {
     /// Follows changes of who has which address.
     pub(super) fn write_addresses(&mut self) {
         let wanted = self.wanted_addresses();
+        self.adopt_for(&wanted);
         let mut writer = Writer::new(&self.faults);
         self.tables.addresses.put_all(&wanted, &mut writer);
     }
@@ -900,12 +946,35 @@ pub(super) fn timeouts(timeouts: &crate::config::Timeouts, hertz: u32) -> Timeou
     }
 }
 
-/// What the datapath is told.
-pub(super) fn settings(config: &Config, seed: [u64; 2], hertz: u32) -> Settings {
-    let longest = config.tenants.iter().flat_map(|tenant| {
+/// The longest time that a connection may be half-open.
+fn half_open(config: &Config) -> Duration {
+    let inner = config.tenants.iter().flat_map(|tenant| {
         iter::once(&tenant.settings).chain(tenant.frontends.iter().map(|frontend| &frontend.settings))
     });
-    let half_open = longest.map(|settings| settings.timeouts.tcp_half_open).max().unwrap_or(Duration::from_secs(30));
+    let inner = inner.map(|settings| settings.timeouts.tcp_half_open);
+    inner.fold(config.timeouts.tcp_half_open, Duration::max)
+}
+
+/// Whether a VIP that was not answered for is now, and one of its frontends adopts flows without state.
+fn taken_over(
+    plan: &Plan,
+    before: &BTreeMap<AddressKey, LocalAddress>,
+    wanted: &BTreeMap<AddressKey, LocalAddress>,
+) -> bool {
+    let adopting = plan.frontends.iter().filter(|(_, frontend)| frontend.adopt);
+    let mut keys = adopting.map(|(address, _)| contents::address_key(address.segment, address.vip));
+    let answered = |known: Option<&LocalAddress>| known.is_some_and(|known| known.flags & ADDRESS_ANSWER != 0);
+    keys.any(|key| answered(wanted.get(&key)) && !answered(before.get(&key)))
+}
+
+/// The tick until which flows may be adopted, from the clock's jiffies now; never the 0 that means "never".
+pub(super) fn adopt_until(jiffies: u64, hertz: u32) -> u32 {
+    const ADOPT: Duration = Duration::from_mins(5);
+    ((jiffies >> abi::TICK_SHIFT) as u32).wrapping_add(ticks(ADOPT, hertz)).max(1)
+}
+
+/// What the datapath is told.
+pub(super) fn settings(config: &Config, seed: [u64; 2], hertz: u32) -> Settings {
     Settings {
         abi: abi::ABI_VERSION,
         flags: 0,
@@ -916,7 +985,7 @@ pub(super) fn settings(config: &Config, seed: [u64; 2], hertz: u32) -> Settings 
         grace: ticks(Duration::from_millis(100), hertz) + 2,
         // A thousand a second on each CPU.
         rejects_per_tick: (1000 << abi::TICK_SHIFT) / hertz,
-        half_open_epoch: ticks(half_open, hertz).div_ceil(6).max(1),
+        half_open_epoch: ticks(half_open(config), hertz).div_ceil(6).max(1),
         adopt_until: 0,
         max_mss: match config.datapath.mss_clamp {
             MssClamp::Off => 0,
@@ -1016,6 +1085,8 @@ mod tests {
 
         fn engine(&self) -> Engine {
             let tables = Tables {
+                hertz: 250,
+                timeouts: self.table("timeouts", &Memory::default(), Some(Timeouts::ZERO)),
                 tenants: self.table("tenants", &Memory::default(), Some(Tenant::ZERO)),
                 owners: self.table("owners", &Memory::default(), Some(FrontendOwner::ZERO)),
                 backends: self.table("backends", &self.backends, Some(Backend::ZERO)),
@@ -1303,7 +1374,8 @@ mod tests {
         assert_eq!(wanted[&node].flags, abi::ADDRESS_BACKEND);
         let port = AddressKey { address: [0; 16], segment: 2, port_be: 30918_u16.to_be() };
         assert_eq!(wanted[&port].flags, abi::ADDRESS_TARGET_PORT);
-        assert_eq!(wanted.len(), 4);
+        // And the VIP, in its segment and as it is known on the hub's.
+        assert_eq!(wanted.len(), 5);
     }
 
     #[test]
@@ -1315,6 +1387,62 @@ mod tests {
         assert_eq!(hertz(100, 100_000_000), Some(1000));
         assert_eq!(hertz(5000, 100_000_000), None);
         assert_eq!(hertz(1, 0), None);
+    }
+
+    #[test]
+    fn timeouts_are_there_before_a_frontend_refers_to_them() {
+        let bench = Bench::new();
+        let mut engine = bench.engine();
+        let mut plan = plan(1, 1021);
+        let short = crate::config::Timeouts { udp_replied: Duration::from_secs(10), ..config().timeouts };
+        plan.timeouts.extend([(0, config().timeouts), (5, short)]);
+        for frontend in plan.frontends.values_mut() {
+            frontend.timeouts = 5;
+        }
+        engine.apply(&plan, Instant::now()).unwrap();
+        let log = bench.log();
+        let at = |name: &str| log.iter().position(|other| *other == name).unwrap();
+        assert!(at("timeouts") < at("owners") && at("owners") < at("frontends"));
+        assert_eq!(engine.tables.timeouts.get(&5).unwrap().udp_replied, 157);
+        assert_eq!(engine.tables.timeouts.get(&0).unwrap().udp_replied, 2813);
+        assert_eq!(engine.tables.owners.get(&9).unwrap().timeouts, 5);
+        assert_eq!(bench.frontends.entries.lock().unwrap().values().next().unwrap().timeouts, 5);
+        // An index that is not used any more holds something sensible.
+        plan.timeouts.remove(&5);
+        engine.apply(&plan, Instant::now()).unwrap();
+        assert_eq!(engine.tables.timeouts.get(&5).unwrap().udp_replied, 157);
+    }
+
+    #[test]
+    fn a_vip_is_taken_over_when_it_is_answered_for_anew_and_a_frontend_adopts() {
+        let mut plan = plan(1, 1021);
+        let [unanswered, answered] = [false, true].map(|answer| contents::addresses(&plan, |_, _| answer));
+        assert!(!taken_over(&plan, &unanswered, &answered), "nobody adopts");
+        for frontend in plan.frontends.values_mut() {
+            frontend.adopt = true;
+        }
+        assert!(taken_over(&plan, &BTreeMap::new(), &answered));
+        assert!(taken_over(&plan, &unanswered, &answered));
+        assert!(!taken_over(&plan, &answered, &answered));
+        assert!(!taken_over(&plan, &answered, &unanswered));
+    }
+
+    #[test]
+    fn adoption_ends_after_five_minutes_of_ticks() {
+        assert_eq!(adopt_until(16_000, 250), 1000 + 4688);
+        // Past the end of the ticks, and never the word for "never".
+        assert_eq!(adopt_until((1 << 36) - 16, 250), 4687);
+        assert_eq!(adopt_until((1 << 36) - 16 * 4688, 250), 1);
+    }
+
+    #[test]
+    fn the_longest_half_open_timeout_of_all_counts() {
+        let mut config = config();
+        assert_eq!(half_open(&config), Duration::from_secs(30));
+        config.timeouts.tcp_half_open = Duration::from_secs(40);
+        assert_eq!(half_open(&config), Duration::from_secs(40));
+        config.tenants[0].settings.timeouts.tcp_half_open = Duration::from_secs(50);
+        assert_eq!(settings(&config, [1, 2], 250).half_open_epoch, 131);
     }
 
     #[test]

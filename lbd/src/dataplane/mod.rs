@@ -25,7 +25,7 @@ use caps::{CapSet, Capability};
 use lbd_common::abi::{self, ControlRequest4, FlowKey4, Settings, Timeouts, control, names};
 use tokio::sync::watch;
 
-use crate::config::{Config, SegmentName};
+use crate::config::{Adopt, Config, FrontendSettings, SegmentName};
 use crate::plan::model::{HostFacts, Notice, Pinned, Plan};
 
 mod arp;
@@ -261,6 +261,8 @@ impl Dataplane {
     /// Takes a reloaded configuration: pools to check ahead of need, timeouts. What needs a restart is not looked at.
     pub fn reconfigure(&mut self, config: &Config) -> Result<(), DataplaneError> {
         let what = || format!("cannot write map {}", names::SETTINGS);
+        // Held from here on: it writes settings, too.
+        let mut engine = self.shared.engine();
         let old = self.settings.get(&0).map_err(DataplaneError::system(what()))?.unwrap_or(Settings::ZERO);
         let hertz = old.ticks_per_second_256 << abi::TICK_SHIFT >> 8;
         let new =
@@ -268,7 +270,6 @@ impl Dataplane {
         if new != old {
             self.settings.set(&0, &new).map_err(DataplaneError::system(what()))?;
         }
-        let mut engine = self.shared.engine();
         engine.config = config.clone();
         engine.claim_addresses(Instant::now());
         drop(engine);
@@ -357,6 +358,8 @@ fn programs(paths: &Paths, loaded: &Loaded) -> io::Result<Programs> {
     Ok(Programs {
         control: loaded.control.try_clone()?,
         flows: Map::open(&paths.map(names::FLOWS4))?,
+        flows6: Map::open(&paths.map(names::FLOWS6))?,
+        settings: Map::open(&paths.map(names::SETTINGS))?,
         traffic: PerCpu::open(&paths.map(names::TRAFFIC))?,
         events: PerCpu::open(&paths.map(names::FRONTEND_EVENTS))?,
         used: Map::open(&paths.map(names::TENANT_USE))?,
@@ -384,15 +387,28 @@ fn write_settings(
         settings.flags = old.flags;
         settings.adopt_until = old.adopt_until;
     }
-    if let Some(tenant) = config.tenants.first() {
-        timeouts
-            .set(&0, &engine::timeouts(&tenant.settings.timeouts, hertz))
-            .map_err(DataplaneError::system(format!("cannot write map {}", names::TIMEOUTS)))?;
+    if old.is_none() && adopts(config) {
+        // The tables are lost, and clients know nothing of it.
+        let request = ControlRequest4 { command: control::CLOCK, ..ControlRequest4::ZERO };
+        let clock = engine::run_control(&loaded.control, request)
+            .map_err(DataplaneError::system("cannot read the datapath's clock"))?;
+        settings.adopt_until = engine::adopt_until(clock.jiffies, hertz);
     }
+    timeouts
+        .set(&0, &engine::timeouts(&config.timeouts, hertz))
+        .map_err(DataplaneError::system(format!("cannot write map {}", names::TIMEOUTS)))?;
     if old != Some(settings) {
         map.set(&0, &settings).map_err(DataplaneError::system(what()))?;
     }
     Ok(())
+}
+
+/// Whether any frontend adopts flows without state.
+fn adopts(config: &Config) -> bool {
+    let takeover = |settings: &FrontendSettings| settings.adopt == Adopt::Takeover;
+    config.tenants.iter().any(|tenant| {
+        takeover(&tenant.settings) || tenant.frontends.iter().any(|frontend| takeover(&frontend.settings))
+    })
 }
 
 /// Compares the datapath's two clocks.

@@ -1,11 +1,11 @@
 //! Pure: which flows a reset means.
 
-use lbd_common::abi::{Flow4, FlowKey4};
+use lbd_common::abi::{Address, Flow, FlowKey};
 
 use crate::plan::model::{Plan, Reset};
 
 /// Whether the flow with this forward half, whose backend lives in `backend_segment`, is meant.
-pub(super) fn matches(reset: &Reset, key: &FlowKey4, forward: &Flow4, backend_segment: u16) -> bool {
+pub(super) fn matches<A: Address>(reset: &Reset, key: &FlowKey<A>, forward: &Flow<A>, backend_segment: u16) -> bool {
     let destination = forward.to.destination();
     match reset {
         Reset::Frontend(id) => forward.frontend == *id,
@@ -32,9 +32,10 @@ pub(super) fn still_meant(reset: &Reset, plan: &Plan) -> bool {
             plan.backends.values().all(|backend| backend.segment != *segment || backend.address != *address)
         }
         // Nobody's that we know: as long as it is none of ours again.
-        Reset::Target { keep, port, .. } if keep.is_empty() => {
-            plan.frontends.values().all(|frontend| frontend.target_port != *port)
-        }
+        Reset::Target { keep, port, protocol, .. } if keep.is_empty() => plan
+            .frontends
+            .iter()
+            .all(|(address, frontend)| frontend.target_port != *port || address.protocol.number() != *protocol),
         Reset::Target { keep, .. } => plan.frontends.values().any(|frontend| keep.contains(&frontend.id)),
     }
 }
@@ -44,7 +45,7 @@ mod tests {
     use std::collections::BTreeSet;
     use std::net::{IpAddr, Ipv4Addr};
 
-    use lbd_common::abi::Tuple4;
+    use lbd_common::abi::{Flow4, FlowKey4, Tuple4};
 
     use super::*;
 
@@ -52,6 +53,24 @@ mod tests {
         let key = FlowKey4 { segment: 1, protocol: 6, ..FlowKey4::ZERO };
         let to = Tuple4::new((Ipv4Addr::new(10, 0, 0, 2), 2000), (Ipv4Addr::from(address), port));
         (key, Flow4 { to, frontend, own: Flow4::forward_own(0, backend), ..Flow4::ZERO })
+    }
+
+    #[test]
+    fn flows_of_ipv6_and_of_udp_are_meant_like_others() {
+        use std::net::Ipv6Addr;
+
+        use lbd_common::abi::{Flow6, FlowKey6, Tuple6};
+
+        let address = Ipv6Addr::new(0x2001, 0xdb8, 0xf, 0, 0, 0, 0, 0x105);
+        let key = FlowKey6 { segment: 1, protocol: 17, ..FlowKey6::ZERO };
+        let to = Tuple6::new((Ipv6Addr::LOCALHOST, 2000), (address, 30053));
+        let forward = Flow6 { to, frontend: 7, own: Flow6::forward_own(0, 3), ..Flow6::ZERO };
+        let hit = |reset: &Reset| matches(reset, &key, &forward, 2);
+        assert!(hit(&Reset::Address(2, address.into())) && !hit(&Reset::Address(1, address.into())));
+        assert!(hit(&Reset::Backend { frontend: 7, backend: 3 }));
+        let target =
+            |protocol| Reset::Target { segment: 2, protocol, address: None, port: 30053, keep: BTreeSet::new() };
+        assert!(hit(&target(17)) && !hit(&target(6)));
     }
 
     #[test]

@@ -486,3 +486,198 @@ fn overlapping_addresses_in_different_segments_are_independent() {
     assert_eq!(address(&assignments, "clusters-tenant-a/a"), Some(ip("192.168.203.110")));
     assert_eq!(address(&assignments, "clusters-tenant-b/a"), Some(ip("192.168.203.110")));
 }
+
+/// A second pool, of IPv6, in `2001:db8:203::/64`.
+fn dual(world: &mut World) {
+    world.config.tenants[0].addresses = vec!["2001:db8:203::2/64".parse().unwrap()];
+    world.config.tenants[0].pools.push(range("2001:db8:203::-2001:db8:203::ffff:ffff:ffff:ffff"));
+}
+
+fn addresses(assignments: &Assignments, named: &str) -> Vec<String> {
+    assignments.services[&name(named)].addresses.iter().map(ToString::to_string).collect()
+}
+
+const API: &str = "clusters-tenant-a/kube-apiserver";
+
+#[test]
+fn a_dual_stack_service_gets_an_address_of_each_family_in_its_order() {
+    let mut world = World::new();
+    dual(&mut world);
+    world.add(API, "1").families_v6 = vec![true, false];
+    world.add("clusters-tenant-a/four", "2").families_v6 = vec![false];
+    world.add("clusters-tenant-a/six", "3").families_v6 = vec![true];
+    let before = world.assign();
+    // Neither the subnet-router anycast address nor the host's own.
+    assert_eq!(addresses(&before, API), ["2001:db8:203::1", "192.168.203.110"]);
+    assert_eq!(addresses(&before, "clusters-tenant-a/four"), ["192.168.203.111"]);
+    assert_eq!(addresses(&before, "clusters-tenant-a/six"), ["2001:db8:203::3"]);
+    assert!(before.notices.is_empty(), "{:?}", before.notices);
+    assert_eq!(world.assign(), before);
+    // The record survives, and so does what the statuses say if it is lost.
+    let text = serde_json::to_string(world.ipam.record()).unwrap();
+    world.ipam = Ipam::new(serde_json::from_str(&text).unwrap());
+    assert_eq!(world.assign(), before);
+    world.write_status(&before);
+    world.forget();
+    world.add("clusters-tenant-a/new", "0").families_v6 = vec![false, true];
+    let after = world.assign();
+    for named in [API, "clusters-tenant-a/four", "clusters-tenant-a/six"] {
+        assert_eq!(addresses(&after, named), addresses(&before, named));
+    }
+    // A family that the Service gives up is freed, and one that it takes up is given.
+    world.add(API, "1").families_v6 = vec![true];
+    world.add("clusters-tenant-a/four", "2").families_v6 = vec![false, true];
+    let after = world.assign();
+    assert_eq!(addresses(&after, API), ["2001:db8:203::1"]);
+    assert_eq!(addresses(&after, "clusters-tenant-a/four"), ["192.168.203.111", "2001:db8:203::5"]);
+    let freed = world.ipam.record().entries.iter().find(|entry| entry.address == ip("192.168.203.110")).unwrap();
+    assert_eq!((freed.service.clone(), freed.freed), (name(API), Some(NOW)));
+}
+
+#[test]
+fn with_pools_of_one_family_prefer_dual_stack_is_content_and_require_dual_stack_is_not() {
+    let mut world = World::new();
+    world.add(API, "1").families_v6 = vec![false, true];
+    let assignments = world.assign();
+    assert_eq!(addresses(&assignments, API), ["192.168.203.110"]);
+    assert!(assignments.notices.is_empty(), "{:?}", assignments.notices);
+    let strict = world.add("clusters-tenant-a/strict", "2");
+    (strict.families_v6, strict.require_dual_stack) = (vec![false, true], true);
+    world.add("clusters-tenant-a/six", "3").families_v6 = vec![true];
+    let assignments = world.assign();
+    for named in ["clusters-tenant-a/strict", "clusters-tenant-a/six"] {
+        assert!(addresses(&assignments, named).is_empty());
+        assert!(reasons(&assignments).contains(&("FamilyUnavailable", named.to_owned())));
+    }
+    assert!(assignments.notices[1].message.starts_with("RequireDualStack cannot be met"), "{:?}", assignments.notices);
+    // With a pool of the other family everybody has what it wants.
+    dual(&mut world);
+    let assignments = world.assign();
+    assert!(assignments.notices.is_empty(), "{:?}", assignments.notices);
+    assert_eq!(addresses(&assignments, API), ["192.168.203.110", "2001:db8:203::1"]);
+    assert_eq!(addresses(&assignments, "clusters-tenant-a/strict").len(), 2);
+}
+
+#[test]
+fn a_large_pool_is_not_counted_through() {
+    let mut world = World::new();
+    dual(&mut world);
+    // All but the last two addresses of the /64 are avoided.
+    world.config.tenants[0].avoid = vec![range("2001:db8:203::-2001:db8:203::ffff:ffff:ffff:fffd")];
+    for number in 0..3 {
+        let service = world.add(&format!("clusters-tenant-a/s{number}"), &number.to_string());
+        (service.created, service.families_v6) = (number, vec![true]);
+    }
+    let assignments = world.assign();
+    assert_eq!(addresses(&assignments, "clusters-tenant-a/s0"), ["2001:db8:203:0:ffff:ffff:ffff:fffe"]);
+    assert_eq!(addresses(&assignments, "clusters-tenant-a/s1"), ["2001:db8:203:0:ffff:ffff:ffff:ffff"]);
+    assert_eq!(reasons(&assignments), [("PoolExhausted", "clusters-tenant-a/s2".to_owned())]);
+    assert!(assignments.notices[0].message.contains("2001:db8:203::-2001:db8:203:0:ffff:ffff:ffff:ffff"));
+}
+
+#[test]
+fn what_somebody_has_in_ipv6_is_not_given_out() {
+    let mut world = World::new();
+    dual(&mut world);
+    let tenant = &mut world.config.tenants[0];
+    tenant.segment = crate::plan::testing::segment("eth0");
+    tenant.gateways = vec![ip("2001:db8:203::1")];
+    tenant.settings.snat = vec![ip("2001:db8:203::3")];
+    world.config.hub.snat = vec![ip("2001:db8:203::4")];
+    world.inventory.nodes.get_mut("node-105").unwrap().addresses.push(ip("2001:db8:203::5"));
+    world.taken.insert((crate::plan::testing::segment("eth0"), ip("2001:db8:203::6")));
+    world.add(API, "1").families_v6 = vec![true];
+    assert_eq!(addresses(&world.assign(), API), ["2001:db8:203::7"]);
+    for (wanted, why) in [
+        ("2001:db8:203::", "the subnet-router anycast address of 2001:db8:203::/64"),
+        ("2001:db8:203::1", "is the gateway's"),
+        ("2001:db8:203::2", "is the load balancer's own"),
+        ("2001:db8:203::4", "is a SNAT address"),
+        ("2001:db8:203::5", "is a node's"),
+        ("2001:db8:203::6", "another station answers for it"),
+        ("2001:db8:204::9", "it is in no pool"),
+        ("192.168.203.110", "the Service has no IPv4"),
+    ] {
+        let service = world.add("clusters-tenant-a/asks", "2");
+        service.families_v6 = vec![true];
+        service.annotations.insert(VIP_ANNOTATION.to_owned(), wanted.to_owned());
+        let assignments = world.assign();
+        assert!(addresses(&assignments, "clusters-tenant-a/asks").is_empty());
+        assert!(assignments.notices[0].message.contains(why), "{wanted}: {:?}", assignments.notices);
+    }
+}
+
+#[test]
+fn a_service_may_ask_for_an_address_of_each_family() {
+    let mut world = World::new();
+    dual(&mut world);
+    let service = world.add(API, "1");
+    service.families_v6 = vec![false, true];
+    service.annotations.insert(VIP_ANNOTATION.to_owned(), "2001:db8:203::77, 192.168.203.117".to_owned());
+    assert_eq!(addresses(&world.assign(), API), ["192.168.203.117", "2001:db8:203::77"]);
+    // One of them only: the other is any.
+    let service = world.add("clusters-tenant-a/one", "2");
+    service.families_v6 = vec![false, true];
+    service.requested_address = Some("2001:db8:203::78".to_owned());
+    assert_eq!(addresses(&world.assign(), "clusters-tenant-a/one"), ["192.168.203.110", "2001:db8:203::78"]);
+    // Two of one family: nothing, until that is mended.
+    let service = world.add("clusters-tenant-a/two", "3");
+    service.families_v6 = vec![false, true];
+    service.annotations.insert(VIP_ANNOTATION.to_owned(), "192.168.203.118,192.168.203.119".to_owned());
+    let assignments = world.assign();
+    assert!(addresses(&assignments, "clusters-tenant-a/two").is_empty());
+    assert_eq!(reasons(&assignments), [("AddressRequestRefused", "clusters-tenant-a/two".to_owned())]);
+}
+
+#[test]
+fn a_claimed_service_with_a_vip_of_the_file_gets_the_other_family_from_the_pool() {
+    let mut world = World::new();
+    dual(&mut world);
+    let mut reservation = shared();
+    reservation.service = Some(("clusters-tenant-a".to_owned(), "kube-apiserver".to_owned()));
+    world.config.tenants[0].frontends.push(reservation);
+    world.add(API, "1").families_v6 = vec![false, true];
+    assert_eq!(addresses(&world.assign(), API), ["192.168.203.111", "2001:db8:203::1"]);
+}
+
+#[test]
+fn each_address_of_a_guest_counts() {
+    let mut world = World::new();
+    dual(&mut world);
+    world.config.tenants[0].claims[0].guest = Guest { max_vips: Some(3), ..Guest::default() };
+    for (created, named) in ["clusters-tenant-a/a", "clusters-tenant-a/b"].into_iter().enumerate() {
+        let service = world.add(named, named);
+        (service.created, service.families_v6) = (created as i64, vec![false, true]);
+        service.labels.insert(GUEST_LABEL.to_owned(), "web".to_owned());
+    }
+    let assignments = world.assign();
+    assert_eq!(addresses(&assignments, "clusters-tenant-a/a").len(), 2);
+    assert_eq!(addresses(&assignments, "clusters-tenant-a/b"), ["192.168.203.111"]);
+    assert_eq!(reasons(&assignments), [("GuestLimit", "clusters-tenant-a/b".to_owned())]);
+}
+
+#[test]
+fn udp_alone_is_served_and_ranges_of_one_family_say_nothing_of_the_other() {
+    let mut world = World::new();
+    dual(&mut world);
+    let served = |world: &mut World, change: fn(&mut Service)| {
+        change(world.add(API, "1"));
+        let found = !addresses(&world.assign(), API).is_empty();
+        world.inventory.services.clear();
+        world.forget();
+        found
+    };
+    assert!(served(&mut world, |it| it.ports[0].protocol = "UDP".to_owned()));
+    assert!(served(&mut world, |it| {
+        it.families_v6 = vec![false, true];
+        it.source_ranges = vec!["0.0.0.0/0".to_owned()];
+    }));
+    assert!(!served(&mut world, |it| {
+        it.families_v6 = vec![false, true];
+        it.source_ranges = vec!["0.0.0.0/0".to_owned(), "2001:db8::/32".to_owned()];
+    }));
+    assert!(!served(&mut world, |it| {
+        it.families_v6 = vec![false];
+        it.source_ranges = vec!["::/0".to_owned()];
+    }));
+}

@@ -242,6 +242,93 @@ fn settings_are_merged_and_the_innermost_wins() {
 }
 
 #[test]
+fn timeouts_and_sources_are_merged_and_the_innermost_wins() {
+    let text = changed(
+        "    health: { interval: 2s }\n",
+        "    health: { interval: 2s }\n    timeouts: { udp_replied: 10s }\n    snat: [10.32.96.60]\n",
+    )
+    .replace("        affinity: source\n", "        affinity: source\n        timeouts: { tcp_established: 3h }\n")
+    .replace(
+        "        health: { port: metrics,",
+        "        adopt: takeover\n        preserve_client: true\n        health: { port: metrics,",
+    );
+    let config = parse(&text, "lbd.yaml").unwrap();
+    assert_eq!(config.timeouts.tcp_established, Duration::from_hours(24));
+    assert_eq!(config.tenants[1].settings.timeouts, config.timeouts);
+    let tenant = &config.tenants[0];
+    assert_eq!(tenant.settings.timeouts, Timeouts { udp_replied: Duration::from_secs(10), ..config.timeouts });
+    let [shared, own] = [0, 1].map(|index| &tenant.frontends[index].settings);
+    let both = Timeouts { tcp_established: Duration::from_hours(3), ..tenant.settings.timeouts };
+    assert_eq!((shared.timeouts, own.timeouts), (tenant.settings.timeouts, both));
+    assert_eq!(shared.snat, [address("10.32.96.60")]);
+    // What is said around it is of the hub's segment, where this one's backends are not.
+    assert!(own.snat.is_empty());
+    assert_eq!((shared.adopt, shared.preserve_client), (Adopt::Takeover, true));
+    assert_eq!((own.adopt, own.preserve_client), (Adopt::Never, false));
+}
+
+#[test]
+fn both_families_vlans_and_both_protocols() {
+    let text = "version: 1
+hubs: [{ name: hub, interface: eth0, vlan: 10, snat: [10.32.96.50, 10.32.96.51, '2001:db8:f::50'] }]
+tenants:
+  - name: a
+    segment:
+      interface: eth0
+      vlan: 2003
+      address: [192.168.203.2/24, '2001:db8:203::2/64']
+      gateway: [192.168.203.1, 'fe80::1']
+    pools: [192.168.203.0/24, '2001:db8:203::/64']
+    host_access: [icmp, 22, 22, 9100]
+    limits: { udp_flows: 1000 }
+    frontends:
+      - { name: dns4, vip: 192.168.203.53, ports: [53, { port: 53, protocol: UDP }], backends: [10.32.96.105] }
+      - { name: dns6, vip: '2001:db8:203::53', ports: [53, { port: 53, protocol: UDP }], backends: ['2001:db8:f::105'] }
+";
+    let config = parse(text, "lbd.yaml").unwrap();
+    assert_eq!((config.hub.segment.to_string(), config.hub.snat.len()), ("eth0.10".to_owned(), 3));
+    let tenant = &config.tenants[0];
+    assert_eq!(tenant.segment.to_string(), "eth0.2003");
+    assert_eq!(tenant.address(true), Some("2001:db8:203::2/64".parse().unwrap()));
+    assert_eq!(
+        (tenant.gateway(false), tenant.gateway(true)),
+        (Some(address("192.168.203.1")), Some(address("fe80::1")))
+    );
+    assert_eq!(tenant.host_access, HostAccess::Only { ports: vec![22, 9100], icmp: true });
+    assert_eq!(tenant.limits.udp_flows, Some(1000));
+    assert_eq!(tenant.frontends[0].ports[1], FrontendPort { port: 53, target: None, protocol: Protocol::Udp });
+    // Of IPv6 all but the anycast address and the host's own; a /64 has its last address, too.
+    assert!(tenant.may_hand_out(address("2001:db8:203::1")));
+    assert!(tenant.may_hand_out(address("2001:db8:203::ffff:ffff:ffff:ffff")));
+    assert!(["2001:db8:203::", "2001:db8:203::2"].iter().all(|it| !tenant.may_hand_out(address(it))));
+    assert_eq!(
+        message(&format!("{text}datapath: {{ max_flows_v6: 0 }}\n")),
+        "lbd.yaml:10:31: tenant a: pools[1]: datapath.max_flows_v6 is 0, so there is no room for IPv6 connections: raise it, or remove \
+         the IPv6 addresses"
+    );
+    // The same addresses on another VLAN of the interface are another tenant's.
+    let (head, tenant) = text.split_once("  - name: a\n").unwrap();
+    let other = tenant.replace("vlan: 2003", "vlan: 2004");
+    parse(&format!("{head}  - name: a\n{tenant}  - name: b\n{other}"), "lbd.yaml").unwrap();
+    assert!(
+        message(&format!("{head}  - name: a\n{tenant}  - name: b\n{tenant}")).contains("on the same segment eth0.2003")
+    );
+}
+
+#[test]
+fn candidates_are_taken_lazily_and_pass_over_what_is_avoided() {
+    let text = changed("192.168.203.110-192.168.203.119", "192.168.203.110-192.168.203.119, 192.168.203.120/31")
+        .replace("avoid: [192.168.203.115]", "avoid: [192.168.203.112-192.168.203.118, 192.168.203.120]");
+    let text = text.replace("vip: 192.168.203.112", "vip: 192.168.203.9");
+    let tenant = parse(&text, "lbd.yaml").unwrap().tenants.remove(0);
+    let found: Vec<String> = tenant.candidates(&tenant.pools).map(|it| it.to_string()).collect();
+    assert_eq!(found, ["192.168.203.110", "192.168.203.111", "192.168.203.119", "192.168.203.121"]);
+    let large = [range("2001:db8::", "2001:db8::ffff:ffff:ffff:ffff"), range("255.255.255.255", "255.255.255.255")];
+    let tenant = Tenant { avoid: vec![range("2001:db8::", "2001:db8::ffff:ffff:ffff:fffd")], ..tenant };
+    assert_eq!(tenant.candidates(&large).count(), 3);
+}
+
+#[test]
 fn times_of_a_probe_that_are_left_out_follow_a_short_interval() {
     let text = changed("interval: 1s, timeout: 1s,", "interval: 100ms,").replace("    health: { interval: 2s }\n", "");
     let text = text.replace(", timeout: 500ms", "");
@@ -295,11 +382,12 @@ fn words_are_what_the_key_says_and_not_what_yaml_guesses() {
 }
 
 #[test]
-fn host_access_is_own_none_or_icmp() {
+fn host_access_is_own_none_or_a_list() {
     for (text, expected) in [
         ("own", HostAccess::Own),
         ("none", HostAccess::None),
         ("[icmp]", HostAccess::Only { ports: Vec::new(), icmp: true }),
+        ("[22]", HostAccess::Only { ports: vec![22], icmp: false }),
     ] {
         let config = parse(&changed("host_access: own", &format!("host_access: {text}")), "lbd.yaml").unwrap();
         assert_eq!(config.tenants[0].host_access, expected);

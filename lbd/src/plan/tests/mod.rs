@@ -1,5 +1,7 @@
 //! What a plan says of given Services, nodes and health.
 
+mod families;
+
 use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -846,6 +848,7 @@ fn text() -> impl Strategy<Value = String> {
         Just("UDP".to_owned()),
         Just("0.0.0.0/0".to_owned()),
         Just("192.168.203.115".to_owned()),
+        Just("2001:db8:203::115".to_owned()),
         "\\PC{0,12}"
     ]
 }
@@ -892,6 +895,12 @@ fn check(plan: &Plan) {
     for (address, frontend) in &plan.frontends {
         assert!(ids.insert(frontend.id) && frontend.id != 0);
         assert!(address.port != 0);
+        assert!(plan.timeouts.contains_key(&frontend.timeouts));
+        assert!(frontend.backends.iter().all(|backend| backend.address.is_ipv6() == address.vip.is_ipv6()));
+        if let Some(snat) = frontend.snat {
+            let source = |known: &AddressPlan| known.snat == Some(frontend.snat_ports) && !known.vip;
+            assert!(plan.addresses.iter().any(|((_, at), known)| *at == snat && source(known)), "{snat}");
+        }
         assert_eq!(*owners.entry((address.segment, address.vip)).or_insert(frontend.tenant), frontend.tenant);
         let vip = &plan.addresses[&(address.segment, address.vip)];
         assert!(vip.vip && vip.tenant == frontend.tenant && vip.tenant != 0);
@@ -932,6 +941,7 @@ proptest! {
         ),
         same_segment: bool,
         reset: bool,
+        (preserve, own_source, vlan, dual) in any::<(bool, bool, bool, bool)>(),
     ) {
         let mut world = World::new();
         world.config.tenants[0].frontends = vec![shared(), workers()];
@@ -942,6 +952,19 @@ proptest! {
         world.config.tenants.push(other);
         if reset {
             world.config.tenants[0].settings.on_down = OnDown::Reset;
+        }
+        world.config.tenants[0].settings.preserve_client = preserve;
+        if own_source {
+            world.config.tenants[0].settings.snat = vec![ip("10.32.96.49"), ip("2001:db8:f::49")];
+            world.config.tenants[0].settings.timeouts.udp_replied = Duration::from_secs(7);
+        }
+        if vlan {
+            // The same subnet and addresses behind one interface.
+            world.config.tenants[1].segment = SegmentName { interface: "eth1".to_owned(), vlan: Some(7) };
+        }
+        if dual {
+            families::dual_stack(&mut world);
+            world.config.tenants[1].pools.push(range("2001:db8:203::-2001:db8:203::ffff:ffff:ffff:ffff"));
         }
         for (services, nodes, complete, probes) in steps {
             world.inventory.complete = complete;
@@ -956,7 +979,9 @@ proptest! {
             world.inventory.nodes = nodes
                 .into_iter()
                 .map(|(number, (addresses, excluded, uid))| {
-                    let addresses = addresses.into_iter().map(|host| IpAddr::from([10, 32, 96, 48 + host])).collect();
+                    let four = addresses.iter().map(|host| IpAddr::from([10, 32, 96, 48 + host]));
+                    let six = addresses.iter().filter(|_| dual).map(|host| ip(&format!("2001:db8:f::{host}")));
+                    let addresses = four.chain(six).collect();
                     (format!("node-{number}"), crate::source::Node { uid, addresses, excluded })
                 })
                 .collect();
