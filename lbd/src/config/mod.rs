@@ -109,6 +109,12 @@ impl Config {
             .collect()
     }
 
+    /// Interfaces that carry VLAN segments.
+    fn tagged(&self) -> BTreeSet<&str> {
+        let segments = self.tenants.iter().map(|tenant| &tenant.segment).chain([&self.hub.segment]);
+        segments.filter(|segment| segment.vlan.is_some()).map(|segment| segment.interface.as_str()).collect()
+    }
+
     /// A tenant by name.
     pub fn tenant(&self, name: &str) -> Option<&Tenant> {
         self.tenants.iter().find(|tenant| tenant.name == name)

@@ -34,6 +34,9 @@ pub fn changes_needing_restart(old: &Config, new: &Config) -> Vec<String> {
     ];
     let mut changes: Vec<String> =
         changed.iter().filter(|(_, differs)| *differs).map(|(key, _)| (*key).to_owned()).collect();
+    // Offloads that hide tags are turned off, and that is verified, at the start.
+    let (before, after) = (old.tagged(), new.tagged());
+    changes.extend(after.difference(&before).map(|interface| format!("interface {interface} gets its first VLAN")));
     let (before, after) = (old.interfaces(), new.interfaces());
     changes.extend(after.difference(&before).map(|interface| format!("interface {interface} is new")));
     changes.extend(before.difference(&after).map(|interface| format!("interface {interface} is gone")));
