@@ -1103,6 +1103,23 @@ pub mod control {
     pub const AGE: u32 = 3;
     /// As [`MARK`], with an IPv6 key ([`super::ControlRequest6`]).
     pub const MARK6: u32 = 4;
+    /// Migration: insert a half ([`super::ControlFlow`]), and charge and age it if it is a live forward half. Result: 1 if it was inserted.
+    pub const RESTORE: u32 = 5;
+    /// Migration: what another program did to a half that is there: adds `bytes` and `packets`, takes later sequence numbers, times and
+    /// state bits over. Result: 1 if it is there.
+    pub const GROW: u32 = 6;
+    /// Migration: a half-open connection ([`super::ControlHalfOpen`]), new or answered meanwhile; `nanoseconds` is its tag. Result: 1 if
+    /// it is known now.
+    pub const RESTORE_HALF_OPEN: u32 = 7;
+    /// Migration: adds `jiffies` and `nanoseconds` to the counters at index `count` of the table `result`: [`CREDIT_TRAFFIC`] (packets and
+    /// bytes), [`CREDIT_EVENTS`] (flows and refused) or [`CREDIT_REASON`] (packets).
+    pub const CREDIT: u32 = 8;
+    /// Table of [`CREDIT`]: [`super::names::TRAFFIC`].
+    pub const CREDIT_TRAFFIC: u32 = 0;
+    /// Table of [`CREDIT`]: [`super::names::FRONTEND_EVENTS`].
+    pub const CREDIT_EVENTS: u32 = 1;
+    /// Table of [`CREDIT`]: [`super::names::REASONS`].
+    pub const CREDIT_REASON: u32 = 2;
 }
 
 abi_struct! {
@@ -1126,6 +1143,28 @@ abi_struct! {
     size 64 and 88 align 8 offsets {
         command: 16 and 16, count: 20 and 20, jiffies: 24 and 24, nanoseconds: 32 and 32, result: 40 and 40, key: 48 and 48
     }
+}
+
+abi_struct! {
+    /// Request about one half of a flow.
+    pub struct ControlFlow<A> {
+        /// The request, with the half's key.
+        pub request: ControlRequest<A>,
+        /// The half.
+        pub flow: Flow<A>,
+    }
+    size 128 and 200 align 8 offsets { request: 0 and 0, flow: 64 and 88 }
+}
+
+abi_struct! {
+    /// Request about a half-open connection.
+    pub struct ControlHalfOpen<A> {
+        /// The request.
+        pub request: ControlRequest<A>,
+        /// The record.
+        pub record: HalfOpen<A>,
+    }
+    size 128 and 200 align 8 offsets { request: 0 and 0, record: 64 and 88 }
 }
 
 /// Request with an IPv4 key, or none.

@@ -6,3 +6,4 @@ pub mod datapath;
 pub mod driver;
 pub mod lab;
 pub mod packets;
+pub mod predecessor;

@@ -19,6 +19,7 @@ use crate::lbctl::{self, LbctlError, Output, Place};
 mod check;
 mod detach;
 mod logging;
+mod rollback;
 
 pub use logging::LogFormat;
 
@@ -57,6 +58,10 @@ enum LbdCommand {
     ///
     /// Works from what is pinned; needs no agent. Stop the agent first.
     Detach(DetachArgs),
+    /// Go back to the datapath that was in force before an upgrade to another map ABI; connections go along.
+    ///
+    /// For 24 hours after such an upgrade the old maps and programs are kept. Stop the agent, run this, and start the lbd of before.
+    Rollback(RollbackArgs),
     /// The operator's tool; also answers to the name `lbctl`.
     Lbctl(Lbctl),
 }
@@ -89,6 +94,19 @@ struct DetachArgs {
     /// BPF file system [default: /sys/fs/bpf].
     #[arg(long, value_name = "PATH", conflicts_with = "config")]
     bpffs: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+struct RollbackArgs {
+    /// Configuration file: says where the BPF file system is.
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// BPF file system [default: /sys/fs/bpf].
+    #[arg(long, value_name = "PATH", conflicts_with = "config")]
+    bpffs: Option<PathBuf>,
+    /// Do not go back but give the way back up, and free the memory of the old maps. The agent may run.
+    #[arg(long)]
+    discard: bool,
 }
 
 /// The operator's tool of lbd.
@@ -332,6 +350,9 @@ fn run(arguments: &[OsString]) -> u8 {
         Ok(LbdCommand::Run(arguments)) => run_agent(&arguments),
         Ok(LbdCommand::Check(arguments)) => check::run(&arguments.config),
         Ok(LbdCommand::Detach(arguments)) => detach::run(arguments.config.as_deref(), arguments.bpffs.as_deref()),
+        Ok(LbdCommand::Rollback(arguments)) => {
+            rollback::run(arguments.config.as_deref(), arguments.bpffs.as_deref(), arguments.discard)
+        }
         Ok(LbdCommand::Lbctl(arguments)) => run_lbctl(&arguments),
         Err(code) => code,
     }

@@ -21,6 +21,7 @@ const MAP_GET_NEXT_KEY: u32 = 4;
 const OBJ_PIN: u32 = 6;
 const OBJ_GET: u32 = 7;
 const PROG_TEST_RUN: u32 = 10;
+const MAP_LOOKUP_AND_DELETE_ELEM: u32 = 21;
 const PROG_GET_FD_BY_ID: u32 = 13;
 const OBJ_GET_INFO_BY_FD: u32 = 15;
 const MAP_LOOKUP_BATCH: u32 = 24;
@@ -366,6 +367,50 @@ pub(super) fn create_map(name: &str, shape: &MapInfo) -> io::Result<OwnedFd> {
     unsafe { call_for_fd(MAP_CREATE, &mut attribute) }
 }
 
+/// A queue with typed entries. The size has been compared with the kernel's.
+pub(super) struct Queue<V> {
+    fd: OwnedFd,
+    types: PhantomData<fn() -> V>,
+}
+
+impl<V: Pod> Queue<V> {
+    /// Opens a pinned queue.
+    pub(super) fn open(path: &Path) -> io::Result<Self> {
+        let fd = open(path)?;
+        let info = map_info(fd.as_fd())?;
+        if info.key_size != 0 || info.value_size as usize != size_of::<V>() {
+            return Err(io::Error::other(format!(
+                "map has keys of {} and values of {} bytes, not 0 and {}",
+                info.key_size,
+                info.value_size,
+                size_of::<V>()
+            )));
+        }
+        Ok(Self { fd, types: PhantomData })
+    }
+
+    /// Puts an entry at the end.
+    pub(super) fn push(&self, value: &V) -> io::Result<()> {
+        let mut attribute =
+            ElementAttribute { map: raw(self.fd.as_fd()), pad: 0, key: 0, value: address(value), flags: 0 };
+        // SAFETY: the value has the map's size, as `open` has checked; a queue has no keys.
+        unsafe { call(MAP_UPDATE_ELEM, &mut attribute) }.map(|_| ())
+    }
+
+    /// Takes the entry at the front.
+    pub(super) fn pop(&self) -> io::Result<Option<V>> {
+        let mut value = V::zeroed();
+        let mut attribute =
+            ElementAttribute { map: raw(self.fd.as_fd()), pad: 0, key: 0, value: address_mut(&mut value), flags: 0 };
+        // SAFETY: as in `push`.
+        match unsafe { call(MAP_LOOKUP_AND_DELETE_ELEM, &mut attribute) } {
+            Ok(_) => Ok(Some(value)),
+            Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+}
+
 /// Elements asked for in one batch.
 const BATCH: usize = 16_384;
 /// Bytes for a batch's position.
@@ -432,6 +477,19 @@ impl<K: Pod, V: Pod> Map<K, V> {
             ElementAttribute { map: self.map(), pad: 0, key: address(key), value: address(value), flags: 0 };
         // SAFETY: key and value have the map's sizes, as `new` has checked.
         unsafe { call(MAP_UPDATE_ELEM, &mut attribute) }.map(|_| ())
+    }
+
+    /// Adds a key with its value; whether it was absent.
+    pub(super) fn insert(&self, key: &K, value: &V) -> io::Result<bool> {
+        const NO_EXIST: u64 = 1;
+        let mut attribute =
+            ElementAttribute { map: self.map(), pad: 0, key: address(key), value: address(value), flags: NO_EXIST };
+        // SAFETY: key and value have the map's sizes, as `new` has checked.
+        match unsafe { call(MAP_UPDATE_ELEM, &mut attribute) } {
+            Ok(_) => Ok(true),
+            Err(error) if error.raw_os_error() == Some(libc::EEXIST) => Ok(false),
+            Err(error) => Err(error),
+        }
     }
 
     /// Removes a key; whether it was there.
@@ -766,12 +824,19 @@ impl<V: Pod> PerCpu<V> {
 
     /// Sets the value of all CPUs to zero.
     pub(super) fn clear(&self, index: u32) -> io::Result<()> {
-        let values = vec![V::zeroed(); self.cpus];
+        self.set(index, &vec![V::zeroed(); self.cpus])
+    }
+
+    /// Sets the values of all CPUs.
+    pub(super) fn set(&self, index: u32, values: &[V]) -> io::Result<()> {
+        if values.len() != self.cpus {
+            return Err(io::Error::from(io::ErrorKind::InvalidInput));
+        }
         let mut attribute = ElementAttribute {
             map: raw(self.fd.as_fd()),
             pad: 0,
             key: address(&index),
-            value: address(values.as_slice()),
+            value: address(values),
             flags: 0,
         };
         // SAFETY: one value of every possible CPU.

@@ -118,13 +118,15 @@ pub(super) fn run_control<A: Address>(
     program: &OwnedFd,
     mut request: ControlRequest<A>,
 ) -> io::Result<ControlRequest<A>> {
+    run_request(program, &mut request)?;
+    Ok(request)
+}
+
+/// Runs the control program on a request with whatever follows it; the answer takes its place.
+pub(super) fn run_request<T: Pod>(program: &OwnedFd, request: &mut T) -> io::Result<()> {
     const XDP_PASS: u32 = 2;
-    let verdict = bpf::test_run(program.as_fd(), bytemuck::bytes_of_mut(&mut request))?;
-    if verdict == XDP_PASS {
-        Ok(request)
-    } else {
-        Err(io::Error::other(format!("the control program returned {verdict}")))
-    }
+    let verdict = bpf::test_run(program.as_fd(), bytemuck::bytes_of_mut(request))?;
+    if verdict == XDP_PASS { Ok(()) } else { Err(io::Error::other(format!("the control program returned {verdict}"))) }
 }
 
 /// The tables that the agent writes.

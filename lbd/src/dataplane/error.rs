@@ -51,6 +51,32 @@ pub enum DataplaneError {
         /// Our version.
         wanted: u32,
     },
+    /// The datapath of the previous ABI could not be taken over.
+    #[error(
+        "cannot take over the datapath of map ABI {found} pinned at {}: {message}; it goes on forwarding as before. Correct that and start \
+         again, run the lbd of ABI {found}, or `lbd detach` (connections are lost)",
+        path.display()
+    )]
+    Migration {
+        /// Directory of its pins.
+        path: PathBuf,
+        /// Its version.
+        found: u32,
+        /// Our version.
+        wanted: u32,
+        /// What failed.
+        message: String,
+    },
+    /// The datapath of the previous ABI could not be put back.
+    #[error("cannot go back from the datapath of map ABI {found} pinned at {}: {message}; it goes on forwarding", path.display())]
+    Rollback {
+        /// Directory of the pins in force.
+        path: PathBuf,
+        /// Their version.
+        found: u32,
+        /// What failed.
+        message: String,
+    },
     /// A pinned map is not what the program expects.
     #[error(
         "pinned map {} has {found}, wanted {wanted}: {remedy}",

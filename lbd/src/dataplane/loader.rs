@@ -16,6 +16,7 @@ use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 
 use super::bpf::{self, MapInfo};
+use super::migrate::{self, Predecessor, Stage};
 use super::netlink::{Client, LinkDetails};
 use super::{Attached, DataplaneError, InterfaceXdp, Mode};
 use crate::config::{Config, XdpMode};
@@ -62,10 +63,10 @@ impl Paths {
         bpf::is_bpffs(&self.bpffs).map_err(|found| DataplaneError::NoBpffs { path: self.bpffs.clone(), found })
     }
 
-    /// Refuses pins of another ABI.
+    /// Refuses pins of another ABI, for whoever only reads ours.
     pub(super) fn check_abi(&self) -> Result<(), DataplaneError> {
         for (version, path) in versions(&self.root) {
-            if version != abi::ABI_VERSION && fs::read_dir(&path).is_ok_and(|mut entries| entries.next().is_some()) {
+            if version != abi::ABI_VERSION && !entries(&path).is_empty() {
                 return Err(DataplaneError::Abi { path, found: version, wanted: abi::ABI_VERSION });
             }
         }
@@ -88,12 +89,12 @@ impl Paths {
 }
 
 /// Directories of pinned maps by ABI version.
-fn versions(root: &Path) -> Vec<(u32, PathBuf)> {
+pub(super) fn versions(root: &Path) -> Vec<(u32, PathBuf)> {
     entries(root).into_iter().filter_map(|(name, path)| Some((name.strip_prefix('v')?.parse().ok()?, path))).collect()
 }
 
 /// Names and paths in a directory; none if it cannot be read.
-fn entries(path: &Path) -> Vec<(String, PathBuf)> {
+pub(super) fn entries(path: &Path) -> Vec<(String, PathBuf)> {
     let Ok(entries) = fs::read_dir(path) else { return Vec::new() };
     let mut found: Vec<_> = entries
         .filter_map(Result::ok)
@@ -269,6 +270,23 @@ pub(super) struct Loaded {
     build: Build,
 }
 
+impl Loaded {
+    /// The NIC's name.
+    pub(super) fn interface(&self) -> &str {
+        &self.build.interface
+    }
+
+    /// The program for the NIC.
+    pub(super) fn edge(&self) -> BorrowedFd<'_> {
+        self.edge.as_fd()
+    }
+
+    /// The control program.
+    pub(super) const fn control(&self) -> &OwnedFd {
+        &self.control
+    }
+}
+
 /// An interface that our program is attached to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Nic {
@@ -296,12 +314,14 @@ pub(super) struct Loader {
     mode: XdpMode,
     sizes: [(&'static str, u32); 6],
     client: Client,
+    /// What is pinned of the ABI before ours.
+    predecessor: Option<Predecessor>,
     /// One agent for these pins, wherever its state is.
     lock: Option<Flock<fs::File>>,
 }
 
 /// Takes the BPF file system for this process; the lock ends with it.
-fn lock(bpffs: &Path) -> Result<Flock<fs::File>, DataplaneError> {
+pub(super) fn lock(bpffs: &Path) -> Result<Flock<fs::File>, DataplaneError> {
     let failed = || DataplaneError::system(format!("cannot lock {}", bpffs.display()));
     let directory = fs::File::open(bpffs).map_err(failed())?;
     Flock::lock(directory, FlockArg::LockExclusiveNonblock).map_err(|(_, error)| match error {
@@ -321,8 +341,10 @@ impl Loader {
         let shapes = shapes(object, config)?;
         let paths = Paths::new(&config.datapath.bpffs);
         paths.check_bpffs()?;
-        paths.check_abi()?;
-        for shape in &shapes {
+        let predecessor = migrate::predecessor(&paths)?;
+        // What an attempt to take over has left is made anew.
+        let left = predecessor.as_ref().is_some_and(|it| it.stage == Stage::Forwarding);
+        for shape in shapes.iter().filter(|_| !left) {
             let path = paths.map(&shape.name);
             match bpf::open(&path) {
                 Ok(map) => {
@@ -344,6 +366,7 @@ impl Loader {
             mode: config.datapath.mode,
             sizes: sizes(config),
             client,
+            predecessor,
             lock: None,
         })
     }
@@ -391,10 +414,17 @@ impl Loader {
         Ok(())
     }
 
-    /// Slots of the NICs that carry our program now.
+    /// What is pinned of the ABI before ours.
+    pub(super) const fn predecessor(&self) -> Option<&Predecessor> {
+        self.predecessor.as_ref()
+    }
+
+    /// Slots of the NICs that carry our program now, or our predecessor's.
     pub(super) fn slots(&self) -> BTreeMap<String, u32> {
+        let old = self.predecessor.iter().flat_map(|old| builds_in(&old.maps, "edge"));
         builds(&self.paths, "edge")
             .into_iter()
+            .chain(old)
             .filter(|(build, path)| {
                 let link = bpf::open(&self.paths.link(&build.interface)).and_then(|link| bpf::link_info(link.as_fd()));
                 let program = bpf::open(path).and_then(|program| bpf::program_info(program.as_fd()));
@@ -407,6 +437,12 @@ impl Loader {
     /// Loads the program for one NIC over the pinned maps.
     pub(super) fn prepare(&self, interface: &str, slot: u32) -> Result<Loaded, DataplaneError> {
         self.load(interface, interface_index(interface)?, slot)
+    }
+
+    /// Pins what a loaded program needs to run without us.
+    pub(super) fn pin_loaded(&self, loaded: &Loaded) -> Result<(), DataplaneError> {
+        self.pin_build(loaded)?;
+        self.pin_control(loaded)
     }
 
     /// Attaches a loaded program, or replaces the attached one atomically, or keeps that if its code is the same.
@@ -779,7 +815,66 @@ const fn flags(mode: Mode) -> u32 {
 }
 
 fn builds(paths: &Paths, kind: &str) -> Vec<(Build, PathBuf)> {
-    entries(&paths.maps).into_iter().filter_map(|(name, path)| Some((Build::parse(kind, &name)?, path))).collect()
+    builds_in(&paths.maps, kind)
+}
+
+fn builds_in(directory: &Path, kind: &str) -> Vec<(Build, PathBuf)> {
+    entries(directory).into_iter().filter_map(|(name, path)| Some((Build::parse(kind, &name)?, path))).collect()
+}
+
+/// The program pinned in this directory that has this id.
+fn program_of(directory: &Path, id: u32) -> Option<OwnedFd> {
+    builds_in(directory, "edge").into_iter().find_map(|(_, path)| {
+        let program = bpf::open(&path).ok()?;
+        (bpf::program_info(program.as_fd()).ok()?.id == id).then_some(program)
+    })
+}
+
+/// The programs pinned in this directory, by interface.
+pub(super) fn programs_in(directory: &Path) -> Vec<(String, OwnedFd)> {
+    builds_in(directory, "edge")
+        .into_iter()
+        .filter_map(|(build, path)| Some((build.interface, bpf::open(&path).ok()?)))
+        .collect()
+}
+
+/// Our link at an interface, if it runs a program that is pinned in this directory, and that program.
+pub(super) fn linked(paths: &Paths, interface: &str, directory: &Path) -> Option<(OwnedFd, OwnedFd)> {
+    let link = bpf::open(&paths.link(interface)).ok()?;
+    let info = bpf::link_info(link.as_fd()).ok()?;
+    if interface_index(interface).ok() != Some(info.ifindex()) {
+        return None;
+    }
+    program_of(directory, info.program_id).map(|program| (link, program))
+}
+
+/// Whether an interface runs a program that is pinned in this directory.
+pub(super) fn runs(paths: &Paths, directory: &Path) -> bool {
+    entries(&paths.links).iter().any(|(_, path)| {
+        bpf::open(path)
+            .and_then(|link| bpf::link_info(link.as_fd()))
+            .is_ok_and(|link| program_of(directory, link.program_id).is_some())
+    })
+}
+
+/// Ends the programs at tracepoints that are pinned in this directory.
+pub(super) fn remove_traces(directory: &Path) {
+    for (name, path) in entries(directory) {
+        if name.starts_with(TRACE) {
+            let _ = fs::remove_file(path);
+        }
+    }
+}
+
+/// Removes the pins in a directory, and the directory.
+pub(super) fn remove_directory(directory: &Path) -> io::Result<()> {
+    for (_, path) in entries(directory) {
+        fs::remove_file(path)?;
+    }
+    match fs::remove_dir(directory) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
 }
 
 fn program_name(id: u32) -> Option<String> {

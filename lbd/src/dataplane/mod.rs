@@ -3,6 +3,7 @@
 //! | module | holds |
 //! |---|---|
 //! | `loader` | objects, pins, attachments |
+//! | `migrate` | taking over from the datapath of another map ABI |
 //! | `engine` | what is in the maps, the order of changes |
 //! | `contents`, `resets`, `regions`, `claims`, `resolver`, `steady`, `arp`, `ndisc` | the pure parts of it |
 //! | `shadow` | only differences are written |
@@ -36,6 +37,8 @@ mod engine;
 mod error;
 mod groups;
 mod loader;
+#[doc(hidden)]
+pub mod migrate;
 mod ndisc;
 mod netlink;
 mod offload;
@@ -53,6 +56,8 @@ use bpf::{Map, PerCpu};
 use engine::{Engine, Programs, Tables};
 pub use error::DataplaneError;
 use loader::{Loaded, Loader, Nic, Paths};
+pub use migrate::back::RolledBack;
+use migrate::{Migration, Stage};
 use netlink::{Client, Events};
 pub use pins::{Answers, Fill, FlowPair, FlowTables, Pins};
 use worker::{Shared, Workers};
@@ -166,19 +171,31 @@ impl Dataplane {
             loader.check(interface)?;
         }
         let fresh = loader.is_fresh();
+        let predecessor = loader.predecessor().cloned();
+        let mut migration = match &predecessor {
+            Some(old) if old.stage != Stage::Kept => Some(Migration::open(&loader.paths, old)?),
+            _ => None,
+        };
         let offloads = offload::Record::new(&loader.paths.root);
         let result = offloads.prepare(&engine::tagged_interfaces(config)).and_then(|changed| {
-            Self::bring_up(config, &mut loader, &interfaces).inspect_err(|_| offloads.undo(&changed))
+            Self::bring_up(config, &mut loader, &interfaces, migration.as_mut())
+                .inspect_err(|_| offloads.undo(&changed))
         });
         let (engine, settings) = match result {
             Ok(made) => made,
             Err(error) => {
+                if let Some(migration) = &mut migration {
+                    migration.undo();
+                }
                 if fresh && let Err(left) = loader::remove_all(&loader.paths) {
                     tracing::warn!("cleaning up after a failed start: {left}");
                 }
                 return Err(error);
             }
         };
+        if let Some(old) = &predecessor {
+            migrate::settle(&old.maps);
+        }
         let netlink = |error| DataplaneError::System { what: "cannot follow netlink".to_owned(), source: error };
         // Subscribed before the first look, so that nothing falls between the two.
         let events = Events::new().map_err(netlink)?;
@@ -211,8 +228,15 @@ impl Dataplane {
         config: &Config,
         loader: &mut Loader,
         interfaces: &[String],
+        mut migration: Option<&mut Migration>,
     ) -> Result<(Engine, Map<u32, Settings>), DataplaneError> {
+        if let Some(migration) = &migration {
+            migration.clean()?;
+        }
         loader.create_maps()?;
+        if let Some(migration) = &migration {
+            migration.prepare()?;
+        }
         let mut loaded = Vec::new();
         for (interface, slot) in slots(&loader.slots(), interfaces)? {
             loaded.push(loader.prepare(&interface, slot)?);
@@ -226,10 +250,16 @@ impl Dataplane {
         let timeouts = Map::<u32, Timeouts>::open(&paths.map(names::TIMEOUTS))
             .map_err(DataplaneError::system(format!("cannot open map {}", names::TIMEOUTS)))?;
         write_settings(config, &settings, &timeouts, first)?;
+        if let Some(migration) = &mut migration {
+            migration.copy(first)?;
+        }
         let programs = programs(&paths, first).map_err(DataplaneError::system("cannot open the pinned maps"))?;
         let mut engine = Tables::open(&paths)
             .and_then(|tables| Engine::new(config, tables, Some(Arc::new(programs))))
             .map_err(DataplaneError::system("cannot read the pinned maps"))?;
+        if let Some(migration) = &mut migration {
+            migration.swap(loader, &loaded)?;
+        }
         let mut nics: Vec<Nic> = Vec::new();
         for program in &loaded {
             match loader.attach(program) {
@@ -530,6 +560,21 @@ pub fn detach(bpffs: &Path) -> Result<Detached, DataplaneError> {
     }
     let groups = groups::leave_all(&mut client).map_err(DataplaneError::system("cannot leave multicast groups"))?;
     Ok(Detached { interfaces, maps, neighbours: released, groups, offloads })
+}
+
+/// Puts the datapath of the previous map ABI back that a start of this version has taken over from. No agent may run.
+pub fn rollback(bpffs: &Path) -> Result<RolledBack, DataplaneError> {
+    let paths = Paths::new(bpffs);
+    paths.check_bpffs()?;
+    let _lock = loader::lock(bpffs)?;
+    migrate::back::rollback(&paths)
+}
+
+/// Gives the way back up: removes the maps of the previous ABI. Returns its version.
+pub fn discard_rollback(bpffs: &Path) -> Result<u32, DataplaneError> {
+    let paths = Paths::new(bpffs);
+    paths.check_bpffs()?;
+    migrate::back::discard(&paths)
 }
 
 /// Where one interface has only generic mode, all get it: a driver with a program sends nothing to an interface without one.

@@ -513,7 +513,7 @@ impl<A: Address> Hash for ReplyKey<A> {
 
 /// A fast hash for a million flow keys. The table lives for one listing, so clients gain nothing from aiming at it.
 #[derive(Default)]
-struct KeyHasher(u64);
+pub(super) struct KeyHasher(u64);
 
 impl Hasher for KeyHasher {
     fn finish(&self) -> u64 {

@@ -5,6 +5,7 @@ use caps::{CapSet, Capability};
 use super::bpf;
 use super::engine;
 use super::loader::{Loader, Paths, VETH_MTU};
+use super::migrate;
 use super::netlink::{Client, LinkDetails};
 use super::offload::{self, FLAG_LRO, FLAG_RX_VLAN, GET_FLAGS, GET_GRO, GET_TX_CHECKSUM};
 use super::{DataplaneError, Mode, OBJECT, Problem, interfaces};
@@ -37,8 +38,10 @@ pub(super) fn preflight(config: &Config) -> Vec<Problem> {
             problems.push(problem(true, &bpffs, error.to_string()));
         }
         Ok(()) => {
-            if let Err(error) = paths.check_abi() {
-                problems.push(problem(true, &bpffs, error.to_string()));
+            match migrate::check(&paths) {
+                Ok(None) => {}
+                Ok(Some(message)) => problems.push(problem(false, &bpffs, message)),
+                Err(error) => problems.push(problem(true, &bpffs, error.to_string())),
             }
         }
     }
