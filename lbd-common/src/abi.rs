@@ -211,6 +211,13 @@ pub trait Address: sealed::Sealed + Pod + Eq + Ord + Debug + Send + Sync {
     fn unmapped(address: &[u8; 16]) -> Self;
     /// The address if it is of this family.
     fn from_any(ip: IpAddr) -> Option<Self>;
+
+    /// Whether both are the same, word by word: in BPF, `==` on arrays would be a call.
+    #[inline(always)]
+    fn is(self, other: Self) -> bool {
+        let ([a, b, c, d], [e, f, g, h]) = (self.quads(), other.quads());
+        (a ^ e) | (b ^ f) | (c ^ g) | (d ^ h) == 0
+    }
 }
 
 impl Address for Address4 {
@@ -497,22 +504,6 @@ pub type AgeEntry4 = AgeEntry<Address4>;
 /// Entry of the IPv6 queues.
 pub type AgeEntry6 = AgeEntry<Address6>;
 
-abi_struct! {
-    /// What is too large for the stack while a flow is made, on one CPU.
-    pub struct Making<A> {
-        /// A half in the making.
-        pub half: Flow<A>,
-        /// Argument of the search for a half-open record: the client's key, or the turned-around tuple of a backend's packet.
-        pub key: FlowKey<A>,
-    }
-    size 80 and 152 align 8 offsets { half: 0 and 0, key: 64 and 112 }
-}
-
-/// An IPv4 half in the making.
-pub type Making4 = Making<Address4>;
-/// An IPv6 half in the making.
-pub type Making6 = Making<Address6>;
-
 /// Records in one [`HalfOpenSet4`].
 pub const HALF_OPEN_WAYS: usize = 8;
 
@@ -587,6 +578,43 @@ abi_struct! {
 pub type HalfOpenSet4 = HalfOpenSet<Address4>;
 /// A set of half-open IPv6 records.
 pub type HalfOpenSet6 = HalfOpenSet<Address6>;
+
+abi_struct! {
+    /// What is too large for the stack while a packet is looked at, on one CPU.
+    pub struct Making<A> {
+        /// A half in the making.
+        pub half: Flow<A>,
+        /// Argument of the search for a half-open record: the client's key, or the turned-around tuple of a backend's packet.
+        pub key: FlowKey<A>,
+        /// Copy of the half-open record that was found.
+        pub record: HalfOpen<A>,
+        /// Where the packet shall go.
+        pub to: Tuple<A>,
+        /// Zero.
+        pub pad: u32,
+        /// What looks for a SNAT port: the client's hash.
+        pub hash: u64,
+        /// The first port that it may have (host order).
+        pub first: u16,
+        /// The last one.
+        pub last: u16,
+        /// Segment of the backend.
+        pub backend_segment: u16,
+        /// IP protocol number.
+        pub protocol: u16,
+        /// Key of the reverse half that belongs to `to`.
+        pub reply: FlowKey<A>,
+    }
+    size 192 and 360 align 8 offsets {
+        half: 0 and 0, key: 64 and 112, record: 80 and 152, to: 144 and 264, hash: 160 and 304, first: 168 and 312,
+        protocol: 174 and 318, reply: 176 and 320
+    }
+}
+
+/// What is too large for the stack while an IPv4 packet is looked at.
+pub type Making4 = Making<Address4>;
+/// What is too large for the stack while an IPv6 packet is looked at.
+pub type Making6 = Making<Address6>;
 
 /// Hints in one line.
 pub const HINT_WAYS: usize = 8;
@@ -1062,11 +1090,19 @@ pub const STAGE_DATAGRAM6: u32 = 12;
 pub const STAGE_TAGGED: u32 = 13;
 /// Stage: neighbour discovery.
 pub const STAGE_NEIGHBOUR: u32 = 14;
+/// Stage: an IPv4 TCP packet of no known flow, to be adopted.
+pub const STAGE_ADOPT4: u32 = 15;
+/// Stage: as [`STAGE_ADOPT4`], IPv6.
+pub const STAGE_ADOPT6: u32 = 16;
+/// Stage: the first IPv4 datagram of a backend on a UDP flow.
+pub const STAGE_REPLIED4: u32 = 17;
+/// Stage: as [`STAGE_REPLIED4`], IPv6.
+pub const STAGE_REPLIED6: u32 = 18;
 /// Entries of [`names::STAGES`].
 pub const STAGE_SLOTS: u32 = 32;
 
 /// The stages: index into [`names::STAGES`] and program name.
-pub const STAGE_PROGRAMS: [(u32, &str); 15] = [
+pub const STAGE_PROGRAMS: [(u32, &str); 19] = [
     (STAGE_OPEN4, "lbd_open4"),
     (STAGE_PROVE4, "lbd_prove4"),
     (STAGE_ANSWER4, "lbd_answer4"),
@@ -1082,6 +1118,10 @@ pub const STAGE_PROGRAMS: [(u32, &str); 15] = [
     (STAGE_DATAGRAM6, "lbd_datagram6"),
     (STAGE_TAGGED, "lbd_tagged"),
     (STAGE_NEIGHBOUR, "lbd_neighbour"),
+    (STAGE_ADOPT4, "lbd_adopt4"),
+    (STAGE_ADOPT6, "lbd_adopt6"),
+    (STAGE_REPLIED4, "lbd_replied4"),
+    (STAGE_REPLIED6, "lbd_replied6"),
 ];
 
 /// The programs at tracepoints of the group `xdp`, which count what goes wrong after the verdict: tracepoint and program name.
@@ -1201,6 +1241,15 @@ impl<A: Address> Tuple<A> {
     /// Destination address and port.
     pub fn destination(&self) -> SocketAddr {
         SocketAddr::new(self.destination_be.ip().into(), u16::from_be(self.destination_port_be))
+    }
+
+    /// Whether both are the same, word by word.
+    #[inline(always)]
+    pub fn is(&self, other: &Self) -> bool {
+        self.source_port_be == other.source_port_be
+            && self.destination_port_be == other.destination_port_be
+            && self.source_be.is(other.source_be)
+            && self.destination_be.is(other.destination_be)
     }
 
     /// The other direction.

@@ -27,7 +27,21 @@ const TIME_MASK: u64 = (1 << 22) - 1;
 const CLIENT_SHIFT: u32 = 54;
 const COARSE_SHIFT: u32 = 4;
 
-/// A tag. `reverse` is the reverse tuple's hash, `client` the client tuple's, `expires` the first tick at which the record is void.
+/// When a record that is claimed at `now` expires, in ticks; whole coarse units, so that a tag keeps it exactly.
+#[inline(always)]
+pub const fn expiry(now: u32, timeout: u32) -> u32 {
+    now.wrapping_add(timeout) >> COARSE_SHIFT << COARSE_SHIFT
+}
+
+/// The tick at which the record with this tag expires.
+#[inline(always)]
+pub const fn expires(tag: u64, now: u32) -> u32 {
+    let now = now >> COARSE_SHIFT;
+    let left = (tag >> TIME_SHIFT).wrapping_sub(now as u64) & TIME_MASK;
+    now.wrapping_add(left as u32).wrapping_sub(1) << COARSE_SHIFT
+}
+
+/// A tag. `reverse` is the reverse tuple's hash, `client` the client tuple's, `expires` as [`expiry`] gives it.
 #[inline(always)]
 pub const fn tag(state: u64, reverse: u32, client: u64, expires: u32) -> u64 {
     state | reverse as u64 | (coarse_end(expires) as u64 & TIME_MASK) << TIME_SHIFT | (client >> 56) << CLIENT_SHIFT
@@ -143,6 +157,9 @@ mod tests {
             prop_assert!(!readable(with_state(live, BUSY), now));
             prop_assert!(occupied(with_state(live, BUSY), now));
             prop_assert!(!occupied(with_state(live, FREE), now));
+            let end = expiry(now, TIMEOUT);
+            prop_assert_eq!(expires(tag(LIVE, reverse_hash, client, end), now), end);
+            prop_assert_eq!(expires(tag(LIVE, reverse_hash, client, end), now.wrapping_add(1000)), end);
         }
 
         #[test]

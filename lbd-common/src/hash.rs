@@ -8,46 +8,58 @@ use crate::abi::{Address, FlowKey, Tuple};
 /// A secret seed.
 pub type Seed = [u64; 2];
 
+/// SipHash's state.
+struct Sip([u64; 4]);
+
+impl Sip {
+    #[inline(always)]
+    const fn round(&mut self) {
+        let [mut v0, mut v1, mut v2, mut v3] = self.0;
+        v0 = v0.wrapping_add(v1);
+        v1 = v1.rotate_left(13) ^ v0;
+        v0 = v0.rotate_left(32);
+        v2 = v2.wrapping_add(v3);
+        v3 = v3.rotate_left(16) ^ v2;
+        v0 = v0.wrapping_add(v3);
+        v3 = v3.rotate_left(21) ^ v0;
+        v2 = v2.wrapping_add(v1);
+        v1 = v1.rotate_left(17) ^ v2;
+        v2 = v2.rotate_left(32);
+        self.0 = [v0, v1, v2, v3];
+    }
+
+    #[inline(always)]
+    const fn word(&mut self, input: u64) {
+        self.0[3] ^= input;
+        self.round();
+        self.0[0] ^= input;
+    }
+
+    #[inline(always)]
+    const fn finish(mut self) -> u64 {
+        self.0[2] ^= 0xff;
+        self.round();
+        self.round();
+        self.round();
+        self.0[0] ^ self.0[1] ^ self.0[2] ^ self.0[3]
+    }
+}
+
 /// SipHash-1-3 over whole words. The caller fixes the number of words for each use and gives each use its own `domain`.
 #[inline(always)]
-pub fn hash_words<const N: usize>(seed: &Seed, domain: u64, words: [u64; N]) -> u64 {
-    let mut v0 = seed[0] ^ 0x736f_6d65_7073_6575;
-    let mut v1 = seed[1] ^ 0x646f_7261_6e64_6f6d;
-    let mut v2 = seed[0] ^ 0x6c79_6765_6e65_7261 ^ domain;
-    let mut v3 = seed[1] ^ 0x7465_6462_7974_6573;
-    let mut round = |input: u64, last: bool| -> u64 {
-        v3 ^= input;
-        let rounds = if last { 3 } else { 1 };
-        let mut done = 0;
-        if last {
-            v3 ^= input;
-            v2 ^= 0xff;
-        }
-        while done < rounds {
-            v0 = v0.wrapping_add(v1);
-            v1 = v1.rotate_left(13) ^ v0;
-            v0 = v0.rotate_left(32);
-            v2 = v2.wrapping_add(v3);
-            v3 = v3.rotate_left(16) ^ v2;
-            v0 = v0.wrapping_add(v3);
-            v3 = v3.rotate_left(21) ^ v0;
-            v2 = v2.wrapping_add(v1);
-            v1 = v1.rotate_left(17) ^ v2;
-            v2 = v2.rotate_left(32);
-            done += 1;
-        }
-        if last {
-            return v0 ^ v1 ^ v2 ^ v3;
-        }
-        v0 ^= input;
-        0
-    };
+pub const fn hash_words<const N: usize>(seed: &Seed, domain: u64, words: [u64; N]) -> u64 {
+    let mut sip = Sip([
+        seed[0] ^ 0x736f_6d65_7073_6575,
+        seed[1] ^ 0x646f_7261_6e64_6f6d,
+        seed[0] ^ 0x6c79_6765_6e65_7261 ^ domain,
+        seed[1] ^ 0x7465_6462_7974_6573,
+    ]);
     let mut index = 0;
     while index < N {
-        round(words[index], false);
+        sip.word(words[index]);
         index += 1;
     }
-    round(0, true)
+    sip.finish()
 }
 
 const DOMAIN_FLOW: u64 = 1;

@@ -6,6 +6,7 @@
 //! |---|---|
 //! | [`abi`] | keys and values of the pinned maps, map names, program constants |
 //! | [`reason`] | why a packet was not forwarded, and the verdict for each reason |
+//! | [`breaker`] | when the datapath goes around a backend by itself |
 //! | [`checksum`] | RFC 1624 incremental updates |
 //! | [`half_open`] | how half-open records are claimed and found |
 //! | [`hash`] | the keyed hash behind backend and port choice |
@@ -18,6 +19,7 @@
 #![cfg_attr(not(test), no_std)]
 
 pub mod abi;
+pub mod breaker;
 pub mod checksum;
 pub mod half_open;
 pub mod hash;

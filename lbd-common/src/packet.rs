@@ -4,6 +4,8 @@
 //! Ethernet header has not: BPF reads unaligned packet data in one load where the kernel's verifier allows it (x86-64 and
 //! arm64 do), and host code copies headers into place with [`Ipv4Tcp::from_bytes`].
 
+use core::sync::atomic::{Ordering, compiler_fence};
+
 use network_types::arp::ArpHdr;
 
 use crate::abi::{Address, Address4, Address6, FlowKey, Mac, Tuple, Tuple4, Tuple6};
@@ -412,6 +414,14 @@ pub const fn is_extension(next_header: u8) -> bool {
     false
 }
 
+/// Makes the compiler read IPv6 addresses again rather than keep all of them in registers that BPF does not have.
+#[inline(always)]
+fn read_again<A: Address>() {
+    if A::IS_V6 {
+        compiler_fence(Ordering::SeqCst);
+    }
+}
+
 impl Ipv4Tcp {
     /// Headers from the bytes of a packet.
     pub const fn from_bytes(bytes: [u8; IPV4_TCP]) -> Self {
@@ -520,6 +530,7 @@ impl<A: Family> TcpPacket<A> {
     #[inline(always)]
     pub fn rewrite(&mut self, from: &Tuple<A>, to: &Tuple<A>) {
         let addresses = Delta::NONE.addresses(from, to);
+        read_again::<A>();
         self.ip.rewrite(addresses, to);
         self.tcp.source_port_be = to.source_port_be;
         self.tcp.destination_port_be = to.destination_port_be;
@@ -614,6 +625,7 @@ impl<A: Family> UdpPacket<A> {
     #[inline(always)]
     pub fn rewrite(&mut self, from: &Tuple<A>, to: &Tuple<A>) {
         let addresses = Delta::NONE.addresses(from, to);
+        read_again::<A>();
         self.ip.rewrite(addresses, to);
         self.udp.source_port_be = to.source_port_be;
         self.udp.destination_port_be = to.destination_port_be;

@@ -67,7 +67,7 @@ pub const fn shrunk(timeout: u32, used: u64, limit: u32) -> u32 {
         return timeout;
     }
     let over = if used >= limit as u64 { half } else { used - half };
-    let eighths = 8 - over * 7 / half;
+    let eighths = 8 - over * 7 / if half == 0 { 1 } else { half };
     (timeout as u64 * eighths / 8) as u32
 }
 

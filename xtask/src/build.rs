@@ -61,7 +61,13 @@ pub(crate) fn bpf_cargo(toolchain: &Toolchain, subcommand: &str, scratch: &Path)
     linker.push(&toolchain.linker);
     let mut flags = OsString::new();
     // v3 has the atomic instructions and 32-bit jumps that the programs are written for.
-    for flag in ["-Cdebuginfo=2", "-Clink-arg=--btf", "-Ctarget-cpu=v3"] {
+    for flag in [
+        "-Cdebuginfo=2",
+        "-Clink-arg=--btf",
+        // Else bpf-linker has every copy of more than a few bytes made by a loop over bytes.
+        "-Clink-arg=--disable-expand-memcpy-in-order",
+        "-Ctarget-cpu=v3",
+    ] {
         flags.push(flag);
         flags.push("\u{1f}");
     }

@@ -6,13 +6,14 @@ use lbd_common::packet::{ETHERNET, arp_reply, is_arp_request};
 use lbd_common::reason::Reason;
 use network_types::arp::ArpHdr;
 
-use super::context::{Outcome, at, mac_pointer, refuse, segment};
+use super::context::{Arrival, Outcome, at, mac_pointer, refuse};
 use super::maps::ADDRESSES;
 
 /// Answers a request for an address of ours; everything else is the kernel's.
 #[inline(always)]
 pub(crate) fn arp(context: &XdpContext) -> Outcome {
-    let (segment, ethernet) = segment(context).ok_or(refuse(Reason::Internal, 0))?;
+    let arrival = Arrival::in_stage(context).ok_or(refuse(Reason::Internal, 0))?;
+    let (segment, ethernet) = (arrival.segment, arrival.ethernet);
     let Some(arp) = at::<ArpHdr>(context, ETHERNET) else { return Err(refuse(Reason::Malformed, segment.tenant)) };
     // SAFETY: `at` has bounds-checked the message.
     let arp = unsafe { &mut *arp };

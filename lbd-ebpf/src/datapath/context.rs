@@ -1,34 +1,50 @@
 //! Access to the packet, to the maps' atomics, and to the clock.
 
 use core::arch::asm;
+use core::ptr::read_volatile;
 
 use aya_ebpf::{
     EbpfContext as _,
     bindings::{BPF_ANY, xdp_action},
-    helpers::generated::{bpf_jiffies64, bpf_redirect},
+    helpers::generated::{bpf_jiffies64, bpf_redirect, bpf_xdp_adjust_head},
     programs::XdpContext,
 };
 use lbd_common::abi::{self, Mac, NEXT_HOP_ON_LINK, NEXT_HOP_RESOLVED, NextHop, Scratch, Segment, Settings};
-use lbd_common::packet::{ETHERNET, Ipv4Tcp};
+use lbd_common::packet::{ETHERNET, Family, TcpPacket, UdpPacket, VLAN_TAG, ethertype};
 use lbd_common::reason::{Reason, Verdict};
 
 use super::maps::{NEXT_HOPS, REASONS, SCRATCH, SEGMENTS, SETTINGS, STAGES};
 use super::{IFINDEX, SEGMENT_BASE};
 
-/// Why a packet goes no further, and the tenant to count it for (0: none known).
+/// Why a packet goes no further (bits 0–7), the verdict (8–15), and the tenant to count it for (16–31; 0: none known). One word, because the
+/// compiler fills a struct's padding with whatever is at hand, pointers too, which the verifier does not let it do sums with.
 #[derive(Clone, Copy)]
-pub(crate) struct Refusal {
-    pub(crate) reason: Reason,
-    pub(crate) tenant: u16,
+pub(crate) struct Refusal(u32);
+
+impl Refusal {
+    #[inline(always)]
+    const fn reason(self) -> u32 {
+        self.0 & 0xff
+    }
+
+    #[inline(always)]
+    const fn is(self, verdict: Verdict) -> bool {
+        (self.0 >> 8) & 0xff == verdict as u32
+    }
+
+    #[inline(always)]
+    const fn tenant(self) -> u32 {
+        self.0 >> 16
+    }
 }
 
 /// An XDP action, or why there is none to take.
 pub(crate) type Outcome = Result<u32, Refusal>;
 
-/// A refusal that is no tenant's in particular.
+/// A refusal, counted for a tenant (0: for none in particular).
 #[inline(always)]
 pub(crate) const fn refuse(reason: Reason, tenant: u16) -> Refusal {
-    Refusal { reason, tenant }
+    Refusal((tenant as u32) << 16 | (reason.verdict() as u32) << 8 | reason as u32)
 }
 
 /// Ethernet header with fields that load in one instruction.
@@ -58,18 +74,57 @@ pub(crate) fn available(context: &XdpContext, offset: usize) -> usize {
     context.data_end() - context.data() - offset
 }
 
-/// The segment that the frame arrived on, and the Ethernet header. Only untagged segments are served.
-#[inline(always)]
-pub(crate) fn segment(context: &XdpContext) -> Option<(&'static Segment, *mut Ethernet)> {
-    let ethernet = at::<Ethernet>(context, 0)?;
-    let segment = SEGMENTS.get(SEGMENT_BASE.load())?;
-    Some((segment, ethernet))
+/// Where a frame came in.
+pub(crate) struct Arrival {
+    pub(crate) segment: &'static Segment,
+    pub(crate) ethernet: *mut Ethernet,
+    /// Index of the segment in the map.
+    pub(crate) slot: u32,
+    /// The tag that was taken off: [`abi::TAGGED`] and its control information; 0 = there was none.
+    pub(crate) tag: u32,
 }
 
-/// The TCP segment over IPv4 behind an untagged Ethernet header, verified.
+impl Arrival {
+    /// At the beginning of a frame's way.
+    #[inline(always)]
+    pub(crate) fn new(context: &XdpContext, slot: u32, tag: u32) -> Option<Self> {
+        let ethernet = at::<Ethernet>(context, 0)?;
+        Some(Self { segment: SEGMENTS.get(slot)?, ethernet, slot, tag })
+    }
+
+    /// In a stage: as the one before has left it.
+    #[inline(always)]
+    pub(crate) fn in_stage(context: &XdpContext) -> Option<Self> {
+        let scratch = scratch()?;
+        Self::new(context, scratch.slot, scratch.tag)
+    }
+
+    /// Goes on in another stage; comes back only if the stage is missing.
+    #[inline(always)]
+    pub(crate) fn go(&self, context: &XdpContext, index: u32) -> Outcome {
+        if let Some(scratch) = scratch() {
+            scratch.slot = self.slot;
+            scratch.tag = self.tag;
+            // SAFETY: nothing on this stack needs to be dropped.
+            unsafe { STAGES.tail_call(context, index) };
+        }
+        Err(refuse(Reason::Internal, 0))
+    }
+}
+
+/// The TCP segment behind the Ethernet header, verified.
 #[inline(always)]
-pub(crate) fn ipv4_tcp(context: &XdpContext) -> Result<*mut Ipv4Tcp, Reason> {
-    let Some(packet) = at::<Ipv4Tcp>(context, ETHERNET) else { return Err(Reason::Malformed) };
+pub(crate) fn tcp_packet<A: Family>(context: &XdpContext) -> Result<*mut TcpPacket<A>, Reason> {
+    let Some(packet) = at::<TcpPacket<A>>(context, ETHERNET) else { return Err(Reason::Malformed) };
+    // SAFETY: `at` has checked that the headers lie within the packet.
+    unsafe { (*packet).verify(available(context, ETHERNET))? };
+    Ok(packet)
+}
+
+/// The UDP datagram behind the Ethernet header, verified.
+#[inline(always)]
+pub(crate) fn udp_packet<A: Family>(context: &XdpContext) -> Result<*mut UdpPacket<A>, Reason> {
+    let Some(packet) = at::<UdpPacket<A>>(context, ETHERNET) else { return Err(Reason::Malformed) };
     // SAFETY: `at` has checked that the headers lie within the packet.
     unsafe { (*packet).verify(available(context, ETHERNET))? };
     Ok(packet)
@@ -91,43 +146,104 @@ pub(crate) fn now() -> u32 {
 /// Counts a reason for a tenant on this CPU.
 #[inline(always)]
 pub(crate) fn count(reason: Reason, tenant: u16) {
-    let index = u32::from(tenant) * abi::REASON_SLOTS + reason as u32;
+    count_refusal(refuse(reason, tenant));
+}
+
+#[inline(always)]
+fn count_refusal(refusal: Refusal) {
+    let index = refusal.tenant() * abi::REASON_SLOTS + refusal.reason();
     if let Some(counter) = REASONS.get_ptr_mut(index) {
         // SAFETY: the pointer is to this CPU's value, and programs on one CPU do not preempt each other within a NAPI poll.
         unsafe { *counter += 1 };
     }
 }
 
-/// Goes on in another stage; comes back only if the stage is missing.
-#[inline(always)]
-pub(crate) fn stage(context: &XdpContext, index: u32) -> Outcome {
-    // SAFETY: nothing on this stack needs to be dropped.
-    unsafe { STAGES.tail_call(context, index) };
-    Err(refuse(Reason::Internal, 0))
-}
-
-/// The end of a program: counts the reason and takes its verdict.
+/// The end of a stage: counts the reason and takes its verdict.
 #[inline(always)]
 pub(crate) fn conclude(context: &XdpContext, outcome: Outcome) -> u32 {
-    let Refusal { reason, tenant } = match outcome {
+    let refusal = match outcome {
         Ok(action) => return action,
         Err(refusal) => refusal,
     };
-    count(reason, tenant);
-    match reason.verdict() {
-        Verdict::Drop => xdp_action::XDP_DROP,
-        Verdict::Pass => xdp_action::XDP_PASS,
-        Verdict::Answer => xdp_action::XDP_TX,
-        Verdict::Reject => {
-            if let Some(scratch) = scratch() {
-                scratch.reason = reason as u32;
-                scratch.tenant = u32::from(tenant);
-            }
-            // SAFETY: as in `stage`.
-            unsafe { STAGES.tail_call(context, abi::STAGE_REJECT) };
-            xdp_action::XDP_DROP
-        }
+    count_refusal(refusal);
+    if refusal.is(Verdict::Drop) {
+        return xdp_action::XDP_DROP;
     }
+    if refusal.is(Verdict::Reject) {
+        return reject(context, refusal);
+    }
+    let tag = scratch().map_or(0, |scratch| scratch.tag);
+    give_back(context, tag, if refusal.is(Verdict::Pass) { xdp_action::XDP_PASS } else { xdp_action::XDP_TX })
+}
+
+/// The end of the program at the NIC, for an untagged frame.
+#[inline(always)]
+pub(crate) fn conclude_untagged(context: &XdpContext, outcome: Outcome) -> u32 {
+    let refusal = match outcome {
+        Ok(action) => return action,
+        Err(refusal) => refusal,
+    };
+    count_refusal(refusal);
+    if refusal.is(Verdict::Reject) {
+        if let Some(scratch) = scratch() {
+            scratch.slot = SEGMENT_BASE.load();
+            scratch.tag = 0;
+        }
+        return reject(context, refusal);
+    }
+    if refusal.is(Verdict::Drop) {
+        xdp_action::XDP_DROP
+    } else if refusal.is(Verdict::Pass) {
+        xdp_action::XDP_PASS
+    } else {
+        xdp_action::XDP_TX
+    }
+}
+
+#[inline(always)]
+fn reject(context: &XdpContext, refusal: Refusal) -> u32 {
+    if let Some(scratch) = scratch() {
+        scratch.reason = refusal.reason();
+        scratch.tenant = refusal.tenant();
+        // SAFETY: nothing on this stack needs to be dropped.
+        unsafe { STAGES.tail_call(context, abi::STAGE_REJECT) };
+    }
+    xdp_action::XDP_DROP
+}
+
+/// Puts the tag back on a frame that goes where it came from, or to the kernel.
+#[inline(always)]
+pub(crate) fn give_back(context: &XdpContext, tag: u32, action: u32) -> u32 {
+    if tag != 0 && !push_tag(context, tag as u16) {
+        return xdp_action::XDP_DROP;
+    }
+    action
+}
+
+/// An Ethernet header with an 802.1Q tag.
+#[repr(C)]
+struct Tagged {
+    addresses: [u16; 6],
+    kind: u16,
+    control_be: u16,
+}
+
+/// Puts an 802.1Q tag on the frame. All pointers into the packet are void after this.
+#[inline(always)]
+fn push_tag(context: &XdpContext, control: u16) -> bool {
+    // SAFETY: the helper checks the new length; the pointers are made anew.
+    if unsafe { bpf_xdp_adjust_head(raw(context), -(VLAN_TAG as i32)) } != 0 {
+        return false;
+    }
+    let (Some(tagged), Some(old)) = (at::<Tagged>(context, 0), at::<[u16; 6]>(context, VLAN_TAG)) else { return false };
+    // SAFETY: `at` has bounds-checked both, which overlap: the addresses are read before they are written.
+    unsafe {
+        let [a, b, c, d, e, f] = *old;
+        (*tagged).addresses = [a, b, c, d, e, f];
+        (*tagged).kind = ethertype::VLAN;
+        (*tagged).control_be = control.to_be();
+    }
+    true
 }
 
 /// This CPU's scratch.
@@ -137,17 +253,18 @@ pub(crate) fn scratch() -> Option<&'static mut Scratch> {
     SCRATCH.get_ptr_mut(0).map(|scratch| unsafe { &mut *scratch })
 }
 
-/// Sends the packet, already rewritten behind its Ethernet header, to a next hop. `length` is that of the IP packet,
-/// `client_mac` the destination on-link and the fallback while the gateway is unknown.
-///
-/// Called before anything is written to the packet: see [`resolve`].
+/// Sends the packet, already rewritten behind its Ethernet header, to a next hop; `destination` is the MAC. The last thing done with a
+/// packet: a tag that the next hop wants moves it.
 #[inline(always)]
-pub(crate) fn send(ethernet: *mut Ethernet, hop: &NextHop, destination: *const u16) -> u32 {
+pub(crate) fn send(context: &XdpContext, ethernet: *mut Ethernet, hop: &NextHop, destination: *const u16) -> u32 {
     // SAFETY: `ethernet` was bounds-checked by `at`; `destination` points to 6 bytes of a map value or of the stack.
     unsafe {
         (*ethernet).destination = [*destination, *destination.add(1), *destination.add(2)];
         let source: *const u16 = hop.source.as_ptr().cast();
         (*ethernet).source = [*source, *source.add(1), *source.add(2)];
+    }
+    if hop.vlan != 0 && !push_tag(context, hop.vlan) {
+        return xdp_action::XDP_ABORTED;
     }
     if hop.ifindex == IFINDEX.load() {
         return xdp_action::XDP_TX;
@@ -227,6 +344,21 @@ pub(crate) unsafe fn fetch_add(word: *mut u64, value: u64) -> u64 {
     old
 }
 
+/// Atomically writes; gives the value before.
+#[inline(always)]
+pub(crate) unsafe fn exchange(word: *mut u64, value: u64) -> u64 {
+    let old: u64;
+    // SAFETY: as above.
+    unsafe {
+        asm!(
+            "{value} = xchg_64({word} + 0, {value})",
+            word = in(reg) word,
+            value = inout(reg) value => old,
+        );
+    }
+    old
+}
+
 /// Atomically sets bits; gives the value before.
 #[inline(always)]
 pub(crate) unsafe fn fetch_or(word: *mut u32, bits: u32) -> u32 {
@@ -240,6 +372,22 @@ pub(crate) unsafe fn fetch_or(word: *mut u32, bits: u32) -> u32 {
         );
     }
     old
+}
+
+/// Copies word by word, in order: the compiler would first load all of it, as both might overlap, into registers that BPF does not have.
+///
+/// # Safety
+///
+/// Both point to a `T` whose size and alignment are whole words.
+#[inline(always)]
+pub(crate) unsafe fn copy_words<T>(from: *const T, to: *mut T) {
+    const { assert!(size_of::<T>() % 4 == 0 && align_of::<T>() >= 4) };
+    let mut word = 0;
+    while word < size_of::<T>() / 4 {
+        // SAFETY: the caller's.
+        unsafe { to.cast::<u32>().add(word).write(read_volatile(from.cast::<u32>().add(word))) };
+        word += 1;
+    }
 }
 
 /// Flag of `bpf_map_update_elem`: whatever is there.

@@ -5,33 +5,25 @@ use aya_ebpf::{
     helpers::generated::{bpf_jiffies64, bpf_ktime_get_ns},
     programs::XdpContext,
 };
-use lbd_common::abi::{ControlRequest, control};
+use lbd_common::abi::{Address4, Address6, ControlRequest, ControlRequest4, control};
 
-use super::age::{kill, lbd_age_step};
+use super::age::kill;
 use super::context::{at, now, opaque};
 use super::edge::read;
-use super::maps::FLOWS4;
+use super::maps::Tables;
 
-/// Entries that one run ages at the most.
+/// Entries of each family that one run ages at the most.
 const AGE_STEPS: u32 = 64;
 
 /// Answers a request in place.
 #[inline(always)]
 pub(crate) fn control(context: &XdpContext) -> u32 {
-    let Some(request) = at::<ControlRequest>(context, 0) else { return xdp_action::XDP_ABORTED };
+    let Some(request) = at::<ControlRequest4>(context, 0) else { return xdp_action::XDP_ABORTED };
     // SAFETY: `at` has bounds-checked the request.
     let request = unsafe { &mut *request };
     match request.command {
-        control::MARK => {
-            let key = request.key;
-            request.result = match FLOWS4.get_ptr_mut(key) {
-                Some(flow) => match read(flow, &key) {
-                    Some((to, next_hop, _)) => u64::from(kill(flow, &to, next_hop, now())),
-                    None => 0,
-                },
-                None => 0,
-            };
-        }
+        control::MARK => return kill_flow::<Address4>(context),
+        control::MARK6 => return kill_flow::<Address6>(context),
         control::CLOCK => {
             // SAFETY: helpers without arguments or effects.
             unsafe {
@@ -40,14 +32,34 @@ pub(crate) fn control(context: &XdpContext) -> u32 {
             }
         }
         control::AGE => {
-            let (count, now) = (request.count, now());
-            let (mut done, steps) = (0, opaque::<AGE_STEPS>());
-            while done < steps && done < count && lbd_age_step(now) != 0 {
-                done += 1;
-            }
-            request.result += u64::from(done);
+            let count = request.count;
+            request.result += age::<Address4>(count) + age::<Address6>(count);
         }
         _ => return xdp_action::XDP_ABORTED,
+    }
+    xdp_action::XDP_PASS
+}
+
+#[inline(always)]
+fn age<A: Tables>(count: u32) -> u64 {
+    let now = now();
+    let (mut done, steps) = (0, opaque::<AGE_STEPS>());
+    while done < steps && done < count && A::age_step(now) | A::bury(now) != 0 {
+        done += 1;
+    }
+    u64::from(done)
+}
+
+#[inline(always)]
+fn kill_flow<A: Tables>(context: &XdpContext) -> u32 {
+    let Some(request) = at::<ControlRequest<A>>(context, 0) else { return xdp_action::XDP_ABORTED };
+    // SAFETY: `at` has bounds-checked the request.
+    let request = unsafe { &mut *request };
+    request.result = 0;
+    if let Some(flow) = A::flows().get_ptr_mut(request.key)
+        && read(flow, &request.key).is_some()
+    {
+        request.result = u64::from(kill(flow, now()));
     }
     xdp_action::XDP_PASS
 }

@@ -1,110 +1,309 @@
 //! The hot path: packets of live flows.
 
+use core::mem::MaybeUninit;
 use core::ptr::read_volatile;
 
 use aya_ebpf::{bindings::xdp_action, programs::XdpContext};
 use lbd_common::abi::{
-    FLOW_DEAD, FLOW_REVERSE, Flow4, FlowKey4, STAGE_ANSWER, STAGE_ARP, STAGE_FLAGS, STAGE_LOCAL, STAGE_OPEN,
-    STAGE_PROVE, Segment, Tuple4, traffic_index,
+    Address4, Address6, FLOW_DEAD, FLOW_REPLIED, FLOW_REVERSE, FLOW_UDP, Flow, FlowKey, STAGE_ARP, STAGE_LOCAL,
+    STAGE_NEIGHBOUR, STAGE_TAGGED, Segment, Tuple, traffic_index,
 };
-use lbd_common::packet::{ETHERNET, Ipv4Tcp, ethertype};
+use lbd_common::packet::{ETHERNET, ICMPV6, IpHeader as _, Ipv6, TCP, TcpPacket, UDP, UdpPacket, ethertype};
 use lbd_common::reason::Reason;
 use lbd_common::tcp::{self, ACK, FIN, RST, SYN};
 
-use super::context::{
-    Ethernet, Outcome, at, available, is_for, is_group, mac_pointer, now, refuse, resolve, segment, send, stage,
-};
-use super::maps::{FLOWS4, FRONTEND_OWNERS, TRAFFIC};
+use super::context::{Arrival, Outcome, at, available, is_for, is_group, mac_pointer, now, refuse, resolve, send};
+use super::maps::{FRONTEND_OWNERS, TRAFFIC, Tables};
 
-/// Decides which way a frame goes.
+/// Neighbour solicitation (RFC 4861).
+const NEIGHBOUR_SOLICITATION: u8 = 135;
+
+/// Decides which way a frame goes that arrived in the segment with this slot; `tag` is the one that was taken off.
 #[inline(always)]
-pub(crate) fn edge(context: &XdpContext) -> Outcome {
-    let Some((segment, ethernet)) = segment(context) else { return Ok(xdp_action::XDP_PASS) };
-    // SAFETY: `segment` has bounds-checked the Ethernet header.
+pub(crate) fn edge(context: &XdpContext, slot: u32, tag: u32) -> Outcome {
+    let Some(arrival) = Arrival::new(context, slot, tag) else { return Ok(xdp_action::XDP_PASS) };
+    let (segment, ethernet) = (arrival.segment, arrival.ethernet);
+    // SAFETY: `Arrival` has bounds-checked the Ethernet header.
     let kind = unsafe { (*ethernet).ethertype };
     if kind == ethertype::VLAN || kind == ethertype::SERVICE_VLAN {
+        if tag != 0 {
+            return Err(refuse(Reason::DoubleTag, segment.tenant));
+        }
+        if kind == ethertype::VLAN {
+            return arrival.go(context, STAGE_TAGGED);
+        }
         return Err(refuse(Reason::UnknownVlan, 0));
     }
     if segment.id == 0 {
         return Ok(xdp_action::XDP_PASS);
     }
     if kind == ethertype::ARP {
-        return stage(context, STAGE_ARP);
+        return arrival.go(context, STAGE_ARP);
     }
     if !is_for(ethernet, segment) {
         if is_group(ethernet) {
-            return stage(context, STAGE_LOCAL);
+            return elsewhere(context, &arrival, kind);
         }
         return Err(refuse(Reason::NotOurMac, segment.tenant));
     }
-    if kind != ethertype::IPV4 {
-        return stage(context, STAGE_LOCAL);
+    if kind == ethertype::IPV4 {
+        transport::<Address4>(context, &arrival)
+    } else if kind == ethertype::IPV6 {
+        transport::<Address6>(context, &arrival)
+    } else {
+        arrival.go(context, STAGE_LOCAL)
     }
-    let Some(packet) = at::<Ipv4Tcp>(context, ETHERNET) else { return stage(context, STAGE_LOCAL) };
-    // SAFETY: `at` has bounds-checked the headers.
-    let packet = unsafe { &mut *packet };
-    if packet.verify(available(context, ETHERNET)).is_err() {
-        return stage(context, STAGE_LOCAL);
+}
+
+/// What is neither TCP nor UDP to us.
+#[inline(always)]
+fn elsewhere(context: &XdpContext, arrival: &Arrival, kind: u16) -> Outcome {
+    if kind == ethertype::IPV6
+        && let Some(ip) = at::<Ipv6>(context, ETHERNET)
+        && let Some(message) = at::<u8>(context, ETHERNET + size_of::<Ipv6>())
+    {
+        // SAFETY: `at` has bounds-checked both.
+        let solicitation = unsafe { (*ip).next_header == ICMPV6 && *message == NEIGHBOUR_SOLICITATION };
+        if solicitation {
+            return arrival.go(context, STAGE_NEIGHBOUR);
+        }
     }
-    let key = packet.key(segment.id);
-    let Some(flow) = FLOWS4.get_ptr_mut(key) else {
-        return unknown(context, packet.tcp.flags);
-    };
-    if packet.tcp.flags & (SYN | FIN | RST) != 0 {
-        return stage(context, STAGE_FLAGS);
+    arrival.go(context, STAGE_LOCAL)
+}
+
+/// Looks a packet's flow up.
+#[inline(always)]
+fn transport<A: Tables>(context: &XdpContext, arrival: &Arrival) -> Outcome {
+    if let Some(packet) = at::<TcpPacket<A>>(context, ETHERNET) {
+        // SAFETY: `at` has bounds-checked the headers.
+        let packet = unsafe { &mut *packet };
+        if packet.ip.protocol() == TCP {
+            if packet.verify(available(context, ETHERNET)).is_err() {
+                return arrival.go(context, STAGE_LOCAL);
+            }
+            let key = packet.key(arrival.segment.id);
+            let Some(flow) = A::flows().get_ptr_mut(key) else {
+                return unknown::<A>(context, arrival, packet.tcp.flags);
+            };
+            if packet.tcp.flags & (SYN | FIN | RST) != 0 {
+                return arrival.go(context, A::STAGES.flags);
+            }
+            return match translate(context, arrival, packet, flow, &key, true) {
+                Some(outcome) => outcome,
+                None => unknown::<A>(context, arrival, packet.tcp.flags),
+            };
+        }
     }
-    match translate(segment, ethernet, packet, flow, &key) {
-        Some(outcome) => outcome,
-        None => unknown(context, packet.tcp.flags),
+    if let Some(packet) = at::<UdpPacket<A>>(context, ETHERNET) {
+        // SAFETY: `at` has bounds-checked the headers.
+        let packet = unsafe { &mut *packet };
+        if packet.ip.protocol() == UDP {
+            if packet.verify(available(context, ETHERNET)).is_err() {
+                return arrival.go(context, STAGE_LOCAL);
+            }
+            let key = packet.key(arrival.segment.id);
+            if let Some(flow) = A::flows().get_ptr_mut(key)
+                && let Some(outcome) = translate(context, arrival, packet, flow, &key, true)
+            {
+                return outcome;
+            }
+            return arrival.go(context, A::STAGES.datagram);
+        }
     }
+    elsewhere(context, arrival, if A::IS_V6 { ethertype::IPV6 } else { ethertype::IPV4 })
 }
 
 /// Goes on with a TCP packet of no live flow.
 #[inline(always)]
-pub(crate) fn unknown(context: &XdpContext, flags: u8) -> Outcome {
+pub(crate) fn unknown<A: Tables>(context: &XdpContext, arrival: &Arrival, flags: u8) -> Outcome {
     match flags & (SYN | ACK) {
-        SYN => stage(context, STAGE_OPEN),
-        ACK | 0 => stage(context, STAGE_PROVE),
-        _ => stage(context, STAGE_ANSWER),
+        SYN => arrival.go(context, A::STAGES.open),
+        ACK | 0 => arrival.go(context, A::STAGES.prove),
+        _ => arrival.go(context, A::STAGES.answer),
     }
 }
 
-/// Rewrites a packet by a half of a flow and sends it. `None`: the half is not (or no longer) this packet's flow.
+/// A packet that a flow can translate.
+pub(crate) trait Transport<A: Tables> {
+    /// Length of the IP packet.
+    fn length(&self) -> u32;
+    /// TTL or hop limit.
+    fn hops(&self) -> u8;
+    /// See [`TcpPacket::rewrite`].
+    fn translate(&mut self, from: &Tuple<A>, to: &Tuple<A>);
+    /// Follows the packet in its half. True if somebody must look closer before the packet goes.
+    fn track(&self, flow: &mut Flow<A>, state: u16) -> bool;
+    /// The stage that looks closer.
+    fn closer() -> u32;
+}
+
+impl<A: Tables> Transport<A> for TcpPacket<A> {
+    #[inline(always)]
+    fn length(&self) -> u32 {
+        self.total_length()
+    }
+
+    #[inline(always)]
+    fn hops(&self) -> u8 {
+        self.ip.hops()
+    }
+
+    #[inline(always)]
+    fn translate(&mut self, from: &Tuple<A>, to: &Tuple<A>) {
+        self.rewrite(from, to);
+    }
+
+    /// A packet far from the flow's sequence numbers is forwarded (its receiver judges it) but moves nothing here. What a client sends
+    /// again is looked at closer: it may have another MAC now.
+    #[inline(always)]
+    fn track(&self, flow: &mut Flow<A>, state: u16) -> bool {
+        let end = self.sequence_end();
+        if tcp::near(end, flow.sequence) {
+            flow.last_seen = now();
+            flow.acknowledged = self.acknowledgement();
+            if tcp::after(end, flow.sequence) {
+                flow.sequence = end;
+            } else if state & FLOW_REVERSE == 0 && (end != flow.sequence || self.payload_length() != 0) {
+                return true;
+            }
+        }
+        false
+    }
+
+    #[inline(always)]
+    fn closer() -> u32 {
+        A::STAGES.flags
+    }
+}
+
+impl<A: Tables> Transport<A> for UdpPacket<A> {
+    #[inline(always)]
+    fn length(&self) -> u32 {
+        self.ip.total_length()
+    }
+
+    #[inline(always)]
+    fn hops(&self) -> u8 {
+        self.ip.hops()
+    }
+
+    #[inline(always)]
+    fn translate(&mut self, from: &Tuple<A>, to: &Tuple<A>) {
+        self.rewrite(from, to);
+    }
+
+    /// The first reply lengthens the flow's life.
+    #[inline(always)]
+    fn track(&self, flow: &mut Flow<A>, state: u16) -> bool {
+        flow.last_seen = now();
+        state & (FLOW_REVERSE | FLOW_REPLIED) == FLOW_REVERSE
+    }
+
+    #[inline(always)]
+    fn closer() -> u32 {
+        A::STAGES.replied
+    }
+}
+
+/// Rewrites a packet by a half of a flow and sends it. `None`: the half is not (or no longer) this packet's flow. On the hot path
+/// (`hot`), what needs a closer look goes to its stage.
 #[inline(always)]
-pub(crate) fn translate(
-    segment: &Segment,
-    ethernet: *mut Ethernet,
-    packet: &mut Ipv4Tcp,
-    flow: *mut Flow4,
-    key: &FlowKey4,
+pub(crate) fn translate<A: Tables, P: Transport<A>>(
+    context: &XdpContext,
+    arrival: &Arrival,
+    packet: &mut P,
+    flow: *mut Flow<A>,
+    key: &FlowKey<A>,
+    hot: bool,
 ) -> Option<Outcome> {
     let (to, next_hop, state) = read(flow, key)?;
-    Some(forward(segment, ethernet, packet, flow, key, &to, next_hop, state))
+    let segment = arrival.segment;
+    let no = |reason| Some(Err(refuse(reason, tenant_of(flow, segment))));
+    if packet.hops() <= 1 {
+        return no(Reason::TtlExceeded);
+    }
+    let length = packet.length();
+    let (hop, own_mac) = match resolve(next_hop, length, segment) {
+        Ok(found) => found,
+        Err(reason) => return no(reason),
+    };
+    // SAFETY: a map value, which the verifier checks. Only counters and tracking are written, so that a lost race costs a
+    // count, never a translation.
+    unsafe {
+        let destination = if own_mac {
+            mac_pointer(&hop.destination)
+        } else if state & FLOW_REVERSE != 0 {
+            mac_pointer(&(*flow).own)
+        } else {
+            return no(Reason::NoNeighbour);
+        };
+        let flow = &mut *flow;
+        if packet.track(flow, state) && hot {
+            return Some(arrival.go(context, P::closer()));
+        }
+        flow.bytes += u64::from(length);
+        flow.packets = flow.packets.wrapping_add(1);
+        if flow.packets == 0 {
+            flow.packets_high = flow.packets_high.wrapping_add(1);
+        }
+        count_traffic(flow.frontend, state & FLOW_REVERSE != 0, length);
+        packet.translate(&key.tuple, &to);
+        Some(Ok(send(context, arrival.ethernet, hop, destination)))
+    }
 }
 
 /// What a half says of a packet's way, copied out. `None` if the half is dead or another flow's: a hash element can be recycled under
 /// its reader, so the tuple is compared after the copy, in program order.
 #[inline(always)]
-pub(crate) fn read(flow: *const Flow4, key: &FlowKey4) -> Option<(Tuple4, u16, u16)> {
+pub(crate) fn read<A: Tables>(flow: *const Flow<A>, key: &FlowKey<A>) -> Option<(Tuple<A>, u16, u16)> {
     // SAFETY: a map value, which the verifier checks; all fields are plain integers.
     unsafe {
-        let to = Tuple4 {
-            source_be: read_volatile(&raw const (*flow).to.source_be),
-            destination_be: read_volatile(&raw const (*flow).to.destination_be),
-            source_port_be: read_volatile(&raw const (*flow).to.source_port_be),
-            destination_port_be: read_volatile(&raw const (*flow).to.destination_port_be),
-        };
+        let to = copy(&raw const (*flow).to);
         let next_hop = read_volatile(&raw const (*flow).next_hop);
         let state = read_volatile(&raw const (*flow).state);
-        let tuple = Tuple4 {
-            source_be: read_volatile(&raw const (*flow).tuple.source_be),
-            destination_be: read_volatile(&raw const (*flow).tuple.destination_be),
-            source_port_be: read_volatile(&raw const (*flow).tuple.source_port_be),
-            destination_port_be: read_volatile(&raw const (*flow).tuple.destination_port_be),
-        };
-        let own = tuple == key.tuple && read_volatile(&raw const (*flow).segment) == key.segment;
+        let own = is_now(&raw const (*flow).tuple, &key.tuple)
+            && read_volatile(&raw const (*flow).segment) == key.segment
+            && (state & FLOW_UDP != 0) == (key.protocol == UDP);
         (own && state & FLOW_DEAD == 0).then_some((to, next_hop, state))
     }
+}
+
+/// Copies a tuple word by word, in program order.
+///
+/// # Safety
+///
+/// `from` points to a tuple.
+#[inline(always)]
+unsafe fn copy<A: Tables>(from: *const Tuple<A>) -> Tuple<A> {
+    let mut tuple = MaybeUninit::<Tuple<A>>::uninit();
+    let mut word = 0;
+    // SAFETY: the caller's, and all words of the tuple are written.
+    unsafe {
+        while word < size_of::<Tuple<A>>() / 4 {
+            tuple.as_mut_ptr().cast::<u32>().add(word).write(read_volatile(from.cast::<u32>().add(word)));
+            word += 1;
+        }
+        tuple.assume_init()
+    }
+}
+
+/// Compares a tuple word by word, in program order.
+///
+/// # Safety
+///
+/// `now` points to a tuple.
+#[inline(always)]
+unsafe fn is_now<A: Tables>(now: *const Tuple<A>, tuple: &Tuple<A>) -> bool {
+    let expected: *const u32 = (&raw const *tuple).cast();
+    let (mut word, mut difference) = (0, 0);
+    // SAFETY: the caller's.
+    unsafe {
+        while word < size_of::<Tuple<A>>() / 4 {
+            difference |= read_volatile(now.cast::<u32>().add(word)) ^ *expected.add(word);
+            word += 1;
+        }
+    }
+    difference == 0
 }
 
 /// Counts a packet of `length` bytes for a frontend on this CPU.
@@ -121,59 +320,8 @@ pub(crate) fn count_traffic(frontend: u16, reverse: bool, length: u32) {
 
 /// Whose flow it is: on the hub's segment only the flow knows.
 #[inline(always)]
-pub(crate) fn tenant_of(flow: *const Flow4, segment: &Segment) -> u16 {
+pub(crate) fn tenant_of<A>(flow: *const Flow<A>, segment: &Segment) -> u16 {
     // SAFETY: a map value, which the verifier checks.
     let frontend = unsafe { (*flow).frontend };
     FRONTEND_OWNERS.get(u32::from(frontend)).map_or(segment.tenant, |owner| owner.tenant)
-}
-
-#[expect(clippy::too_many_arguments, reason = "inlined: the parts of one copy")]
-#[inline(always)]
-fn forward(
-    segment: &Segment,
-    ethernet: *mut Ethernet,
-    packet: &mut Ipv4Tcp,
-    flow: *mut Flow4,
-    key: &FlowKey4,
-    to: &Tuple4,
-    next_hop: u16,
-    state: u16,
-) -> Outcome {
-    if packet.ip.ttl <= 1 {
-        return Err(refuse(Reason::TtlExceeded, tenant_of(flow, segment)));
-    }
-    let length = packet.total_length();
-    let (hop, own_mac) = match resolve(next_hop, length, segment) {
-        Ok(found) => found,
-        Err(reason) => return Err(refuse(reason, tenant_of(flow, segment))),
-    };
-    // SAFETY: a map value, which the verifier checks. Only counters and tracking are written, so that a lost race costs a
-    // count, never a translation.
-    unsafe {
-        let destination = if own_mac {
-            mac_pointer(&hop.destination)
-        } else if state & FLOW_REVERSE != 0 {
-            mac_pointer(&(*flow).own)
-        } else {
-            return Err(refuse(Reason::NoNeighbour, tenant_of(flow, segment)));
-        };
-        let flow = &mut *flow;
-        // A packet far from the flow's sequence numbers is forwarded (its receiver judges it) but moves nothing here.
-        let end = packet.sequence_end();
-        if tcp::near(end, flow.sequence) {
-            flow.last_seen = now();
-            if tcp::after(end, flow.sequence) {
-                flow.sequence = end;
-            }
-            flow.acknowledged = packet.acknowledgement();
-        }
-        flow.bytes += u64::from(length);
-        flow.packets = flow.packets.wrapping_add(1);
-        if flow.packets == 0 {
-            flow.packets_high = flow.packets_high.wrapping_add(1);
-        }
-        count_traffic(flow.frontend, state & FLOW_REVERSE != 0, length);
-        packet.rewrite(&key.tuple, to);
-        Ok(send(ethernet, hop, destination))
-    }
 }

@@ -5,10 +5,10 @@ use lbd_common::abi::{
     ADDRESS_HOST, ADDRESS_SNAT, ADDRESS_VIP, AddressKey, SEGMENT_HUB, SEGMENT_TENANT, Segment, TENANT_HOST_ACCESS_ICMP,
     TENANT_HOST_ACCESS_OWN, mapped,
 };
-use lbd_common::packet::{self, ETHERNET, IPV4, Ipv4, ethertype};
+use lbd_common::packet::{self, ETHERNET, IPV4, IpHeader as _, Ipv4, ethertype};
 use lbd_common::reason::Reason;
 
-use super::context::{Outcome, at, available, is_group, refuse, segment};
+use super::context::{Arrival, Outcome, at, available, is_group, refuse};
 use super::maps::{ADDRESSES, TENANTS};
 
 /// Router advertisement (RFC 4861).
@@ -29,7 +29,8 @@ const IPV6_GROUP: u8 = 0xff;
 /// Decides between the kernel and a counted drop. Nothing from here reaches another segment.
 #[inline(always)]
 pub(crate) fn local(context: &XdpContext) -> Outcome {
-    let (segment, ethernet) = segment(context).ok_or(refuse(Reason::Internal, 0))?;
+    let arrival = Arrival::in_stage(context).ok_or(refuse(Reason::Internal, 0))?;
+    let (segment, ethernet) = (arrival.segment, arrival.ethernet);
     let tenant = segment.tenant;
     // SAFETY: `segment` has bounds-checked the Ethernet header.
     let kind = unsafe { (*ethernet).ethertype };
@@ -103,7 +104,7 @@ fn ipv4(context: &XdpContext, segment: &Segment, group: bool) -> Outcome {
 /// TCP to a VIP that came here: no frontend, or headers that lie.
 #[inline(always)]
 fn unserved_tcp(context: &XdpContext) -> Reason {
-    match super::context::ipv4_tcp(context) {
+    match super::context::tcp_packet::<lbd_common::abi::Address4>(context) {
         Ok(_) => Reason::Unserved,
         Err(reason) => reason,
     }

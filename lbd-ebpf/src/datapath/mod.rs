@@ -7,8 +7,10 @@
 
 mod age;
 mod arp;
+mod choice;
 mod context;
 mod control;
+mod datagram;
 mod edge;
 mod flags;
 mod half_open;
@@ -24,7 +26,9 @@ use aya_ebpf::{
     programs::{TracePointContext, XdpContext},
 };
 
-use context::conclude;
+use lbd_common::abi::{Address4, Address6};
+
+use context::{conclude, conclude_untagged};
 
 /// First index into `segments` of this NIC; set at load.
 #[unsafe(no_mangle)]
@@ -37,31 +41,91 @@ pub(crate) static IFINDEX: Global<u32> = Global::new(0);
 /// The program at the NIC.
 #[xdp]
 pub(crate) fn lbd_edge(context: XdpContext) -> u32 {
-    conclude(&context, edge::edge(&context))
+    conclude_untagged(&context, edge::edge(&context, SEGMENT_BASE.load(), 0))
 }
 
-/// `STAGE_OPEN`.
+/// `STAGE_OPEN4`.
 #[xdp]
-pub(crate) fn lbd_open(context: XdpContext) -> u32 {
-    conclude(&context, new::open(&context))
+pub(crate) fn lbd_open4(context: XdpContext) -> u32 {
+    conclude(&context, new::open::<Address4>(&context))
 }
 
-/// `STAGE_PROVE`.
+/// `STAGE_PROVE4`.
 #[xdp]
-pub(crate) fn lbd_prove(context: XdpContext) -> u32 {
-    conclude(&context, new::prove(&context))
+pub(crate) fn lbd_prove4(context: XdpContext) -> u32 {
+    conclude(&context, new::prove::<Address4>(&context))
 }
 
-/// `STAGE_ANSWER`.
+/// `STAGE_ANSWER4`.
 #[xdp]
-pub(crate) fn lbd_answer(context: XdpContext) -> u32 {
-    conclude(&context, new::answer(&context))
+pub(crate) fn lbd_answer4(context: XdpContext) -> u32 {
+    conclude(&context, new::answer::<Address4>(&context))
 }
 
-/// `STAGE_FLAGS`.
+/// `STAGE_FLAGS4`.
 #[xdp]
-pub(crate) fn lbd_flags(context: XdpContext) -> u32 {
-    conclude(&context, flags::flags(&context))
+pub(crate) fn lbd_flags4(context: XdpContext) -> u32 {
+    conclude(&context, flags::flags::<Address4>(&context))
+}
+
+/// `STAGE_DATAGRAM4`.
+#[xdp]
+pub(crate) fn lbd_datagram4(context: XdpContext) -> u32 {
+    conclude(&context, datagram::datagram::<Address4>(&context))
+}
+
+/// `STAGE_ADOPT4`.
+#[xdp]
+pub(crate) fn lbd_adopt4(context: XdpContext) -> u32 {
+    conclude(&context, new::adopt::<Address4>(&context))
+}
+
+/// `STAGE_ADOPT6`.
+#[xdp]
+pub(crate) fn lbd_adopt6(context: XdpContext) -> u32 {
+    conclude(&context, new::adopt::<Address6>(&context))
+}
+
+/// `STAGE_REPLIED4`.
+#[xdp]
+pub(crate) fn lbd_replied4(context: XdpContext) -> u32 {
+    conclude(&context, datagram::replied::<Address4>(&context))
+}
+
+/// `STAGE_REPLIED6`.
+#[xdp]
+pub(crate) fn lbd_replied6(context: XdpContext) -> u32 {
+    conclude(&context, datagram::replied::<Address6>(&context))
+}
+
+/// `STAGE_OPEN6`.
+#[xdp]
+pub(crate) fn lbd_open6(context: XdpContext) -> u32 {
+    conclude(&context, new::open::<Address6>(&context))
+}
+
+/// `STAGE_PROVE6`.
+#[xdp]
+pub(crate) fn lbd_prove6(context: XdpContext) -> u32 {
+    conclude(&context, new::prove::<Address6>(&context))
+}
+
+/// `STAGE_ANSWER6`.
+#[xdp]
+pub(crate) fn lbd_answer6(context: XdpContext) -> u32 {
+    conclude(&context, new::answer::<Address6>(&context))
+}
+
+/// `STAGE_FLAGS6`.
+#[xdp]
+pub(crate) fn lbd_flags6(context: XdpContext) -> u32 {
+    conclude(&context, flags::flags::<Address6>(&context))
+}
+
+/// `STAGE_DATAGRAM6`.
+#[xdp]
+pub(crate) fn lbd_datagram6(context: XdpContext) -> u32 {
+    conclude(&context, datagram::datagram::<Address6>(&context))
 }
 
 /// `STAGE_ARP`.
@@ -80,6 +144,18 @@ pub(crate) fn lbd_local(context: XdpContext) -> u32 {
 #[xdp]
 pub(crate) fn lbd_reject(context: XdpContext) -> u32 {
     conclude(&context, reject::reject(&context))
+}
+
+/// `STAGE_TAGGED`.
+#[xdp]
+pub(crate) fn lbd_tagged(_context: XdpContext) -> u32 {
+    aya_ebpf::bindings::xdp_action::XDP_PASS
+}
+
+/// `STAGE_NEIGHBOUR`.
+#[xdp]
+pub(crate) fn lbd_neighbour(_context: XdpContext) -> u32 {
+    aya_ebpf::bindings::xdp_action::XDP_PASS
 }
 
 /// Run by the agent with `BPF_PROG_TEST_RUN`.
