@@ -242,6 +242,7 @@ impl Cuts {
                     named.map_or_else(|| format!("frontend #{id}"), name)
                 }
                 Reset::Address(_, address) => format!("backend {address}"),
+                Reset::Source(_, address) => format!("source {address}"),
                 Reset::Target { port, .. } => format!("backend port {port}"),
             });
         }
@@ -264,6 +265,7 @@ impl Cuts {
                 Reset::Frontend(id) => flow.frontend == *id,
                 Reset::Backend { frontend, backend } => flow.frontend == *frontend && flow.backend_id == *backend,
                 Reset::Address(segment, address) => flow.backend_segment == *segment && *address == flow.backend.ip(),
+                Reset::Source(segment, address) => flow.backend_segment == *segment && *address == flow.snat.ip(),
                 Reset::Target { segment, protocol, address, port, keep } => {
                     flow.backend_segment == *segment
                         && flow.protocol == *protocol

@@ -64,6 +64,16 @@ pub fn check_host(config: &Config, host: &HostFacts) -> Vec<Problem> {
     problems
 }
 
+/// What the host has in a segment.
+struct Here<'a> {
+    /// Interface of the host's own sockets.
+    name: &'a str,
+    gateways: &'a [IpAddr],
+    prefixes: &'a [IpNet],
+    /// The host's addresses.
+    own: &'a [IpAddr],
+}
+
 struct Check<'a> {
     config: &'a Config,
     host: &'a HostFacts,
@@ -295,7 +305,8 @@ impl<'a> Check<'a> {
         for (index, frontend) in tenant.frontends.iter().enumerate() {
             let path = format!("{path}.frontends[{index}]");
             let gateways = facts.map_or(&[][..], |facts| &facts.gateways);
-            self.vip(&format!("{path}.vip"), tenant, frontend, &name, gateways, &prefixes, &own);
+            let here = Here { name: &name, gateways, prefixes: &prefixes, own: &own };
+            self.vip(&format!("{path}.vip"), tenant, frontend, &here);
             self.backends(&path, tenant, frontend);
             if frontend.via == Via::Hub && self.config.origin.knows(&format!("{path}.snat")) {
                 for (index, &address) in frontend.settings.snat.iter().enumerate() {
@@ -307,19 +318,11 @@ impl<'a> Check<'a> {
         self.mtu(path, tenant, carrier);
     }
 
-    fn vip(
-        &mut self,
-        path: &str,
-        tenant: &Tenant,
-        frontend: &Frontend,
-        name: &str,
-        gateways: &[IpAddr],
-        prefixes: &[IpNet],
-        own: &[IpAddr],
-    ) {
+    fn vip(&mut self, path: &str, tenant: &Tenant, frontend: &Frontend, here: &Here<'_>) {
         let Some(vip) = frontend.vip else {
             return;
         };
+        let Here { name, gateways, prefixes, own } = *here;
         let label = format!("tenant {}: frontend {}: vip: {vip}", tenant.name, frontend.name);
         if own.contains(&vip) {
             self.error(

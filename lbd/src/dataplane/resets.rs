@@ -11,6 +11,7 @@ pub(super) fn matches<A: Address>(reset: &Reset, key: &FlowKey<A>, forward: &Flo
         Reset::Frontend(id) => forward.frontend == *id,
         Reset::Backend { frontend, backend } => forward.frontend == *frontend && forward.backend() == *backend,
         Reset::Address(segment, address) => backend_segment == *segment && destination.ip() == *address,
+        Reset::Source(segment, address) => backend_segment == *segment && forward.to.source().ip() == *address,
         Reset::Target { segment, protocol, address, port, keep } => {
             backend_segment == *segment
                 && key.protocol == *protocol
@@ -30,6 +31,10 @@ pub(super) fn still_meant(reset: &Reset, plan: &Plan) -> bool {
         Reset::Backend { .. } => plan.resets.contains(reset),
         Reset::Address(segment, address) => {
             plan.backends.values().all(|backend| backend.segment != *segment || backend.address != *address)
+        }
+        Reset::Source(segment, address) => {
+            let known = plan.addresses.get(&(*segment, *address));
+            !known.is_some_and(|known| known.snat.is_some() || known.host)
         }
         // Nobody's that we know: as long as it is none of ours again.
         Reset::Target { keep, port, protocol, .. } if keep.is_empty() => plan
@@ -68,6 +73,9 @@ mod tests {
         let hit = |reset: &Reset| matches(reset, &key, &forward, 2);
         assert!(hit(&Reset::Address(2, address.into())) && !hit(&Reset::Address(1, address.into())));
         assert!(hit(&Reset::Backend { frontend: 7, backend: 3 }));
+        let source = |segment, source: Ipv6Addr| Reset::Source(segment, source.into());
+        assert!(hit(&source(2, Ipv6Addr::LOCALHOST)));
+        assert!(!hit(&source(1, Ipv6Addr::LOCALHOST)) && !hit(&source(2, address)));
         let target =
             |protocol| Reset::Target { segment: 2, protocol, address: None, port: 30053, keep: BTreeSet::new() };
         assert!(hit(&target(17)) && !hit(&target(6)));

@@ -198,10 +198,8 @@ impl<'a> Addresses<'a> {
                     found = Some(address);
                 }
             }
-            match next.filter(|next| pool.contains(*next)) {
-                Some(next) => at = Some(next),
-                None => (range, at) = (range + 1, None),
-            }
+            at = next.filter(|next| pool.contains(*next));
+            range += usize::from(at.is_none());
         }
         self.cursors.insert(key, (range, at));
         found.or_else(|| {

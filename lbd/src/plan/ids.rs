@@ -22,6 +22,8 @@ pub struct Ids {
     /// Which Service a NodePort belonged to last: its UID, or its name if it has none.
     #[serde(with = "pairs")]
     pub(super) targets: BTreeMap<TargetKey, String>,
+    /// SNAT addresses that lbd answers for: those that are not the host's own.
+    pub(super) sources: BTreeSet<(SegmentId, IpAddr)>,
     /// Resets that are not in the maps yet.
     pub(super) pending: BTreeSet<Reset>,
     /// Counts changes of what the pools remember, of `targets` and of `pending`.
@@ -75,7 +77,8 @@ impl Ids {
 
     /// Grows whenever something has changed that belongs on disk.
     pub(super) fn revision(&self) -> u64 {
-        let Self { segments, tenants, frontends, backends, timeouts, targets: _, pending: _, changes } = self;
+        let Self { segments, tenants, frontends, backends, timeouts, targets: _, sources: _, pending: _, changes } =
+            self;
         changes + segments.changes + tenants.changes + frontends.changes + backends.changes + timeouts.changes
     }
 

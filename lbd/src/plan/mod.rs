@@ -210,6 +210,7 @@ impl Planner {
             resets.extend(gone.into_iter().map(Reset::Frontend));
         }
         self.gone_nodes(inventory, config, site, resets);
+        self.gone_sources(plan, resets);
         let backends: BTreeSet<BackendKey> = plan
             .backends
             .values()
@@ -225,6 +226,27 @@ impl Planner {
         let before = self.ids.targets.len();
         self.ids.targets.retain(|key, _| live.contains(&key.segment));
         self.ids.changes += (before - self.ids.targets.len()) as u64;
+    }
+
+    /// Source addresses that nobody answers for any more: replies to what came from them would get lost.
+    fn gone_sources(&mut self, plan: &Plan, resets: &mut BTreeSet<Reset>) {
+        let mut sources: BTreeSet<(SegmentId, IpAddr)> = BTreeSet::new();
+        for (&place, known) in &plan.addresses {
+            if known.snat.is_some() && !known.host {
+                sources.insert(place);
+            }
+        }
+        for &(segment, address) in self.ids.sources.difference(&sources) {
+            // On the host itself it is still there, whoever uses it.
+            let kept = plan.addresses.get(&(segment, address)).is_some_and(|known| known.snat.is_some() || known.host);
+            if plan.segments.contains_key(&segment) && !kept {
+                resets.insert(Reset::Source(segment, address));
+            }
+        }
+        if self.ids.sources != sources {
+            self.ids.sources = sources;
+            self.ids.changes += 1;
+        }
     }
 
     /// Addresses whose Node object is gone, or is another's now.
@@ -263,11 +285,13 @@ impl Planner {
     }
 }
 
+/// A segment's id, and the interface by which the host itself is in it.
+type Place<'a> = (SegmentId, Option<(&'a str, &'a InterfaceFacts)>);
+
 /// Segments and tenants with their ids.
 #[derive(Debug, Default)]
 struct Site<'a> {
-    /// With the interface by which the host itself is in the segment.
-    segments: BTreeMap<&'a SegmentName, (SegmentId, Option<(&'a str, &'a InterfaceFacts)>)>,
+    segments: BTreeMap<&'a SegmentName, Place<'a>>,
     tenants: BTreeMap<&'a str, TenantId>,
 }
 

@@ -332,6 +332,8 @@ pub enum Reset {
     },
     /// All flows to an address in a segment.
     Address(SegmentId, IpAddr),
+    /// All flows from a SNAT address to backends in a segment.
+    Source(SegmentId, IpAddr),
     /// Flows of any other frontend to this port: it belongs to the frontends in `keep` now.
     Target {
         /// Backend's segment.

@@ -221,6 +221,29 @@ fn sources_of_tenants_and_frontends_are_known_and_spread() {
 }
 
 #[test]
+fn connections_from_a_source_that_is_given_up_are_reset_once() {
+    let mut world = World::roles();
+    world.config.hub.snat = vec![ip("10.32.96.50"), ip("10.32.96.60")];
+    world.config.tenants[0].frontends[1].settings.snat = vec![ip("192.168.203.9")];
+    let plan = world.apply();
+    let hub = plan.segments.iter().find(|(_, it)| it.hub_side).map(|(&id, _)| id).unwrap();
+    let edge = plan.segments.iter().find(|(_, it)| it.tenant_side).map(|(&id, _)| id).unwrap();
+    assert!(plan.resets.is_empty());
+    // An interface that loses its addresses for a moment, and a restart, give nothing up.
+    let facts = std::mem::take(&mut world.host);
+    assert!(world.apply().resets.is_empty());
+    world.host = facts;
+    assert!(world.apply().resets.is_empty());
+    world.restart();
+    // The host's own is still there, whoever uses it.
+    world.config.hub.snat = vec![ip("10.32.96.61")];
+    world.config.tenants[0].frontends[1].settings.snat.clear();
+    let given_up = [Reset::Source(hub, ip("10.32.96.60")), Reset::Source(edge, ip("192.168.203.9"))];
+    assert_eq!(world.apply().resets, given_up.into());
+    assert!(world.apply().resets.is_empty());
+}
+
+#[test]
 fn timeouts_are_kept_once_each_under_an_index_that_stays() {
     let mut world = World::roles();
     world.config.tenants[0].frontends[0].settings.timeouts.tcp_fin = Duration::from_secs(5);
