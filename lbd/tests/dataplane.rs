@@ -3,10 +3,12 @@
 //! `sudo -E cargo test -p lbd --test dataplane -- --ignored`, after `cargo xtask build`.
 
 use std::collections::BTreeMap;
-use std::net::{IpAddr, Ipv4Addr};
-use std::os::fd::{AsFd, AsRawFd};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -569,19 +571,646 @@ fn map_memory_follows_its_formula() -> Result<()> {
     Ok(())
 }
 
+/// A frame that arrived at the peers.
+struct Frame {
+    at: Instant,
+    vlan: u16,
+    /// Without its tag.
+    bytes: Vec<u8>,
+}
+
+/// A station of the peers' on one interface: notes what arrives, and answers for addresses, in a VLAN or untagged.
+struct Station {
+    frames: Arc<Mutex<Vec<Frame>>>,
+    answers: Arc<Mutex<Vec<(u16, IpAddr, [u8; 6])>>>,
+    stop: Arc<AtomicBool>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Drop for Station {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Station {
+    fn new(bench: &Bench, interface: &str) -> Result<Self> {
+        let namespace = std::fs::File::open(format!("/proc/{}/ns/net", bench.peers.id()))?;
+        let (frames, answers, stop) = (Arc::default(), Arc::default(), Arc::default());
+        let mut station = Self { frames, answers, stop, thread: None };
+        let interface = interface.to_owned();
+        let (ready, is_ready) = std::sync::mpsc::channel();
+        let (frames, answers, stop) =
+            (Arc::clone(&station.frames), Arc::clone(&station.answers), Arc::clone(&station.stop));
+        station.thread = Some(std::thread::spawn(move || {
+            let socket = nix::sched::setns(&namespace, CloneFlags::CLONE_NEWNET)
+                .map_err(std::io::Error::from)
+                .and_then(|()| packet_socket(&interface));
+            let _ = ready.send(socket.as_ref().map(|_| ()).map_err(ToString::to_string));
+            let Ok(socket) = socket else { return };
+            while !stop.load(Ordering::Relaxed) {
+                let Some((vlan, bytes)) = receive(&socket) else { continue };
+                let known = answers.lock().map(|answers| answers.clone()).unwrap_or_default();
+                for (segment, address, mac) in known {
+                    if segment == vlan
+                        && let Some(answer) = answer(&bytes, address, mac)
+                    {
+                        let answer = if vlan == 0 { answer } else { tagged(vlan, &answer) };
+                        let _ =
+                            nix::sys::socket::send(socket.as_raw_fd(), &answer, nix::sys::socket::MsgFlags::empty());
+                    }
+                }
+                if let Ok(mut frames) = frames.lock() {
+                    frames.push(Frame { at: Instant::now(), vlan, bytes });
+                }
+            }
+        }));
+        is_ready.recv()?.map_err(|error| anyhow::anyhow!("station: {error}"))?;
+        Ok(station)
+    }
+
+    /// From now on there is somebody with this address.
+    fn has(&self, vlan: u16, address: &str, mac: [u8; 6]) -> Result<()> {
+        let address = address.parse()?;
+        let mut answers = self.answers.lock().map_err(|_| anyhow::anyhow!("poisoned"))?;
+        answers.retain(|&(segment, known, _)| (segment, known) != (vlan, address));
+        answers.push((vlan, address, mac));
+        Ok(())
+    }
+
+    /// When frames like this arrived.
+    fn seen(&self, like: impl Fn(u16, &[u8]) -> bool) -> Vec<Instant> {
+        let frames = self.frames.lock();
+        frames
+            .map(|frames| frames.iter().filter(|it| like(it.vlan, &it.bytes)).map(|it| it.at).collect())
+            .unwrap_or_default()
+    }
+
+    fn forget(&self) {
+        if let Ok(mut frames) = self.frames.lock() {
+            frames.clear();
+        }
+    }
+}
+
+fn packet_socket(interface: &str) -> std::io::Result<OwnedFd> {
+    use nix::sys::socket::{AddressFamily, SockFlag, SockProtocol, SockType, setsockopt, socket, sockopt};
+    let socket = socket(AddressFamily::Packet, SockType::Raw, SockFlag::SOCK_CLOEXEC, SockProtocol::EthAll)?;
+    setsockopt(&socket, sockopt::ReceiveTimeout, &nix::sys::time::TimeVal::new(0, 50_000))?;
+    let address = libc::sockaddr_ll {
+        sll_family: libc::AF_PACKET as u16,
+        sll_protocol: 3_u16.to_be(),
+        sll_ifindex: nix::net::if_::if_nametoindex(interface)? as i32,
+        sll_hatype: 0,
+        sll_pkttype: 0,
+        sll_halen: 0,
+        sll_addr: [0; 8],
+    };
+    let one = 1_i32;
+    // SAFETY: the option's value is an int, and the address a whole `sockaddr_ll`.
+    let results = unsafe {
+        [
+            libc::setsockopt(socket.as_raw_fd(), libc::SOL_PACKET, libc::PACKET_AUXDATA, (&raw const one).cast(), 4),
+            libc::bind(socket.as_raw_fd(), (&raw const address).cast(), size_of::<libc::sockaddr_ll>() as u32),
+        ]
+    };
+    if results == [0, 0] { Ok(socket) } else { Err(std::io::Error::last_os_error()) }
+}
+
+/// The next frame that arrives, with the tag that the kernel has put aside.
+fn receive(socket: &OwnedFd) -> Option<(u16, Vec<u8>)> {
+    let mut bytes = vec![0; 2048];
+    let mut control = [0_u64; 16];
+    let mut part = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
+    // SAFETY: all zero is a valid value of both.
+    let (mut from, mut message): (libc::sockaddr_ll, libc::msghdr) = unsafe { std::mem::zeroed() };
+    message.msg_name = (&raw mut from).cast();
+    message.msg_namelen = size_of::<libc::sockaddr_ll>() as u32;
+    (message.msg_iov, message.msg_iovlen) = (&raw mut part, 1);
+    (message.msg_control, message.msg_controllen) = (control.as_mut_ptr().cast(), size_of_val(&control) as _);
+    // SAFETY: `message` names memory that is writable for the lengths in it.
+    let length = usize::try_from(unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, 0) }).ok()?;
+    const OUTGOING: u8 = 4;
+    const TAG_VALID: u32 = 1 << 4;
+    let mut vlan = 0;
+    // SAFETY: the kernel has filled `message`; a message of this type holds a `tpacket_auxdata`.
+    unsafe {
+        let header = libc::CMSG_FIRSTHDR(&raw const message);
+        if !header.is_null() && (*header).cmsg_type == libc::PACKET_AUXDATA {
+            let aux: libc::tpacket_auxdata = std::ptr::read_unaligned(libc::CMSG_DATA(header).cast());
+            vlan = if aux.tp_status & TAG_VALID == 0 { 0 } else { aux.tp_vlan_tci & 0xfff };
+        }
+    }
+    bytes.truncate(length);
+    (from.sll_pkttype != OUTGOING).then_some((vlan, bytes))
+}
+
+fn tagged(vlan: u16, frame: &[u8]) -> Vec<u8> {
+    [&frame[..12], &[0x81, 0], &vlan.to_be_bytes(), &frame[12..]].concat()
+}
+
+/// What a station with the address answers to an ARP request or a neighbour solicitation.
+fn answer(frame: &[u8], address: IpAddr, mac: [u8; 6]) -> Option<Vec<u8>> {
+    let asker = frame.get(6..12)?;
+    match address {
+        IpAddr::V4(address) => {
+            let arp = frame.get(12..42)?;
+            if arp[..10] != [8, 6, 0, 1, 8, 0, 6, 4, 0, 1] || arp[26..30] != address.octets() {
+                return None;
+            }
+            let head = [asker, &mac, &[8, 6, 0, 1, 8, 0, 6, 4, 0, 2], &mac, &address.octets()].concat();
+            Some([head.as_slice(), asker, &arp[16..20], &[0; 18]].concat())
+        }
+        IpAddr::V6(address) => {
+            let asked = frame.get(12..78)?;
+            if asked[..2] != [0x86, 0xdd] || asked[8] != 58 || asked[42] != 135 || asked[50..66] != address.octets() {
+                return None;
+            }
+            let mut body = [[136, 0, 0, 0, 0x60, 0, 0, 0].as_slice(), &address.octets(), &[2, 1], &mac].concat();
+            let pseudo = [&address.octets(), &asked[10..26], &[0, 0, 0, 32, 0, 0, 0, 58], &body].concat();
+            let mut sum: u32 = pseudo.chunks(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], pair[1]]))).sum();
+            while sum > 0xffff {
+                sum = (sum & 0xffff) + (sum >> 16);
+            }
+            body[2..4].copy_from_slice(&(!(sum as u16)).to_be_bytes());
+            let head = [asker, &mac, &[0x86, 0xdd, 0x60, 0, 0, 0, 0, 32, 58, 255], &address.octets()].concat();
+            Some([head.as_slice(), &asked[10..26], &body].concat())
+        }
+    }
+}
+
+/// An unsolicited neighbour advertisement for an address, overriding.
+fn advertises(frame: &[u8], address: &str) -> bool {
+    let Ok(address) = address.parse::<Ipv6Addr>() else { return false };
+    frame.len() == 86
+        && frame[..6] == [0x33, 0x33, 0, 0, 0, 1]
+        && (frame[54], frame[58]) == (136, 0x20)
+        && frame[62..78] == address.octets()
+        && frame[80..] == frame[6..12]
+}
+
+/// A gratuitous ARP request for an address.
+fn announces(frame: &[u8], address: Ipv4Addr) -> bool {
+    frame.len() >= 42
+        && frame[12..22] == [8, 6, 0, 1, 8, 0, 6, 4, 0, 1]
+        && frame[28..32] == address.octets()
+        && frame[38..42] == address.octets()
+}
+
+/// Both families: an IPv6 VIP, a node, and a gateway that is link-local.
+fn plan6() -> Plan {
+    let mut plan = plan(1);
+    let address = |text: &str| text.parse::<IpAddr>();
+    if let (Some(tenant), Ok(gateway), Ok(network)) =
+        (plan.segments.get_mut(&1), address("fe80::1"), "2001:db8:a::/64".parse())
+    {
+        tenant.gateways.push(gateway);
+        tenant.networks.push(network);
+    }
+    if let (Some(hub), Ok(network)) = (plan.segments.get_mut(&2), "2001:db8:f::/64".parse()) {
+        hub.networks.push(network);
+    }
+    if let (Ok(vip), Ok(node)) = (address(VIP6), address("2001:db8:f::11")) {
+        plan.addresses.insert((1, vip), AddressPlan { vip: true, tenant: 1, ..AddressPlan::default() });
+        plan.backends.insert(2, BackendPlan { address: node, port: 0, segment: 2, node: None, eligible: false });
+    }
+    plan
+}
+
+const VIP6: &str = "2001:db8:a::34";
+const GROUP: &str = "ff02::1:ff00:34";
+
+impl Bench {
+    /// IPv6 addresses of both sides.
+    fn six(&self) -> Result<()> {
+        run("ip addr add 2001:db8:a::2/64 dev ten0 nodad && ip addr add 2001:db8:f::2/64 dev hub0 nodad")?;
+        self.peer("ip addr add fe80::1/64 dev ten0p nodad && ip addr add 2001:db8:a::1/64 dev ten0p nodad")?;
+        self.peer("ip addr add 2001:db8:f::11/64 dev hub0p nodad")?;
+        Ok(())
+    }
+}
+
+/// The next hop for an address.
+fn hop(pins: &Pins, address: &str) -> Result<abi::NextHop> {
+    let address = address.parse()?;
+    let hops = pins.next_hops()?;
+    hops.into_values().find(|(found, _)| *found == Some(address)).map(|(_, hop)| hop).context("no next hop")
+}
+
+fn mac_of(bench: &Bench, peer: &str) -> Result<[u8; 6]> {
+    let text = Bench::mac(&bench.peer(&format!("ip link show dev {peer}"))?)?;
+    let bytes = text.split(':').map(|part| u8::from_str_radix(part, 16)).collect::<Result<Vec<u8>, _>>()?;
+    bytes.try_into().map_err(|_| anyhow::anyhow!("{text}"))
+}
+
+fn answered(pins: &Pins, address: &str) -> Result<bool> {
+    let address = match address.parse()? {
+        IpAddr::V4(address) => abi::mapped(address.octets()),
+        IpAddr::V6(address) => address.octets(),
+    };
+    Ok(pins.addresses()?.iter().any(|(key, value)| key.address == address && value.flags & ADDRESS_ANSWER != 0))
+}
+
 #[test]
 #[ignore = "needs root"]
-fn an_interface_made_anew_is_attached_again() -> Result<()> {
+fn ipv6_neighbours_and_a_link_local_gateway_are_resolved_and_followed() -> Result<()> {
+    let bench = Bench::new()?;
+    bench.six()?;
+    let mut agent = bench.start("auto")?;
+    agent.apply(&plan6())?;
+    let pins = bench.pins()?;
+    for (address, peer) in [("fe80::1", "ten0p"), ("2001:db8:f::11", "hub0p"), ("192.0.2.1", "ten0p")] {
+        let mac = mac_of(&bench, peer)?;
+        eventually(Duration::from_secs(3), address, || {
+            let hop = hop(&pins, address)?;
+            Ok(hop.flags & NEXT_HOP_RESOLVED != 0 && hop.destination == mac)
+        })?;
+    }
+    let segments = pins.segments()?;
+    let tenant = segments.values().find(|segment| segment.flags & abi::SEGMENT_TENANT != 0).context("tenant")?;
+    let by_index = pins.next_hops()?;
+    assert_eq!(by_index[&tenant.gateway6_next_hop].0, Some("fe80::1".parse()?));
+    assert_eq!(by_index[&tenant.gateway_next_hop].0, Some("192.0.2.1".parse()?));
+    // Flushed, they are asked for again, and the last MAC stays meanwhile.
+    for interface in ["ten0", "hub0"] {
+        run(&format!("ip -6 neigh flush dev {interface}"))?;
+    }
+    for (address, interface) in [("fe80::1", "ten0"), ("2001:db8:f::11", "hub0")] {
+        assert!(hop(&pins, address)?.flags & NEXT_HOP_RESOLVED != 0);
+        eventually(Duration::from_secs(3), "managed again", || {
+            let text = run(&format!("ip -6 neigh show {address} dev {interface}"))?;
+            Ok(text.contains("lladdr") && text.contains("managed"))
+        })?;
+    }
+    // The router's MAC moves: what the kernel learns is in the map at once.
+    run("ip -6 neigh replace fe80::1 lladdr 02:00:00:00:0a:01 dev ten0 nud reachable")?;
+    eventually(Duration::from_secs(1), "the router's new MAC", || {
+        Ok(hop(&pins, "fe80::1")?.destination == [2, 0, 0, 0, 10, 1])
+    })?;
+    drop(agent);
+    assert!(dataplane::detach(&bench.bpffs())?.neighbours >= 4);
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs root"]
+fn a61_groups_of_ipv6_vips_stay_joined_without_the_agent_until_detach() -> Result<()> {
+    let bench = Bench::new()?;
+    bench.six()?;
+    let mut agent = bench.start("auto")?;
+    agent.apply(&plan6())?;
+    let joined = || -> Result<(bool, bool)> {
+        let text = run("ip maddr show dev ten0")?;
+        let filter = text.lines().any(|line| line.contains("33:33:ff:00:00:34") && line.contains("static"));
+        Ok((text.contains(GROUP), filter))
+    };
+    eventually(Duration::from_secs(2), "joined", || Ok(joined()? == (true, true)))?;
+    assert!(!run("ip maddr show dev hub0")?.contains(GROUP));
+    // No address of the host's that anybody would use.
+    assert!(
+        !agent.facts().borrow().interfaces["ten0"].all_addresses.iter().any(|address| address.addr().is_multicast())
+    );
+    drop(agent);
+    assert_eq!(joined()?, (true, true));
+    run("ip link set ten0 down && ip link set ten0 up")?;
+    assert_eq!(joined()?, (true, true));
+    // A VIP that is no more gives its group back, if the address that stands for it was not flushed.
+    run(&format!("ip link set ten0 down && ip link set ten0 up && ip maddr show dev ten0 | grep -q {GROUP}"))?;
+    let detached = dataplane::detach(&bench.bpffs())?;
+    assert!(detached.groups >= 1, "{detached:?}");
+    assert!(!joined()?.1);
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs root"]
+fn a61_a_group_is_left_with_its_last_vip() -> Result<()> {
+    let bench = Bench::new()?;
+    bench.six()?;
+    let mut agent = bench.start("auto")?;
+    agent.apply(&plan6())?;
+    let listed = || {
+        Ok(run("ip maddr show dev ten0")?.matches("ff00:34").count()
+            + usize::from(run("ip maddr show dev ten0")?.contains("33:33:ff:00:00:34")))
+    };
+    eventually(Duration::from_secs(2), "joined", || Ok(listed()? == 2))?;
+    agent.apply(&plan(1))?;
+    eventually(Duration::from_secs(2), "left", || Ok(listed()? == 0))?;
+    agent.apply(&plan6())?;
+    eventually(Duration::from_secs(2), "joined again", || Ok(listed()? == 2))?;
+    drop(agent);
+    let detached = dataplane::detach(&bench.bpffs())?;
+    assert_eq!((detached.groups, listed()?), (2, 0));
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs root"]
+fn b31_ipv6_addresses_are_asked_for_then_announced_three_times_within_three_seconds() -> Result<()> {
+    let bench = Bench::new()?;
+    bench.six()?;
+    let station = Station::new(&bench, "ten0p")?;
+    let mut agent = bench.start("auto")?;
+    agent.apply(&plan6())?;
+    let pins = bench.pins()?;
+    let announced = || station.seen(|vlan, frame| vlan == 0 && advertises(frame, VIP6));
+    eventually(Duration::from_secs(6), "three announcements", || Ok(announced().len() >= 3))?;
+    assert!(answered(&pins, VIP6)?);
+    let times = announced();
+    assert!(times[2] - times[0] < Duration::from_secs(3), "{times:?}");
+    // Before that, it was asked for from the unspecified address.
+    let vip: Ipv6Addr = VIP6.parse()?;
+    let probes = station.seen(|_, frame| {
+        frame.len() == 78
+            && frame[..6] == [0x33, 0x33, 0xff, 0, 0, 0x34]
+            && frame[22..38] == [0; 16]
+            && frame[62..78] == vip.octets()
+    });
+    assert_eq!(probes.len(), 3);
+    assert!(probes[2] < times[0]);
+    // Another MAC: announced anew, with it.
+    station.forget();
+    run("ip link set ten0 address 02:00:00:00:0a:02")?;
+    let with = |frame: &[u8]| frame[6..12] == [2, 0, 0, 0, 10, 2];
+    eventually(Duration::from_secs(3), "the new MAC", || {
+        let six = station.seen(|_, frame| advertises(frame, VIP6) && with(frame)).len();
+        Ok(six >= 2 && station.seen(|_, frame| announces(frame, VIP) && with(frame)).len() >= 2)
+    })?;
+    let own = |segment: &abi::Segment| segment.mac == [2, 0, 0, 0, 10, 2];
+    assert!(pins.segments()?.values().any(own));
+    assert_eq!(hop(&pins, "fe80::1")?.source, [2, 0, 0, 0, 10, 2]);
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs root"]
+fn an_ipv6_address_that_another_station_has_is_not_answered_for() -> Result<()> {
+    let bench = Bench::new()?;
+    bench.six()?;
+    bench.peer(&format!("ip addr add {VIP6}/64 dev ten0p nodad"))?;
+    let mut agent = bench.start("auto")?;
+    agent.apply(&plan6())?;
+    let (taken, pins) = (agent.taken(), bench.pins()?);
+    eventually(Duration::from_secs(3), "the conflict", || {
+        Ok(taken.borrow().iter().any(|(segment, address)| segment.interface == "ten0" && address.to_string() == VIP6))
+    })?;
+    std::thread::sleep(Duration::from_millis(1500));
+    assert!(!answered(&pins, VIP6)? && answered(&pins, &VIP.to_string())?);
+    bench.peer(&format!("ip addr del {VIP6}/64 dev ten0p"))?;
+    eventually(Duration::from_secs(8), "taken over", || answered(&pins, VIP6))?;
+    Ok(())
+}
+
+/// The tenant in VLAN 2003 of `ten0`, both families, with a backend there.
+#[expect(clippy::unwrap_used, reason = "constant text")]
+fn vlan_plan() -> Plan {
+    let mut plan = plan6();
+    let tenant = plan.segments.get_mut(&1).unwrap();
+    tenant.name.vlan = Some(2003);
+    let address = "192.0.2.101".parse().unwrap();
+    plan.backends.insert(3, BackendPlan { address, port: 443, segment: 1, node: None, eligible: false });
+    plan
+}
+
+impl Bench {
+    fn vlan_config(&self) -> Result<Config> {
+        let mut config = self.config("auto", 4096)?;
+        for tenant in &mut config.tenants {
+            tenant.segment.vlan = Some(2003);
+            tenant.address = Some("192.0.2.2/24".parse()?);
+        }
+        Ok(config)
+    }
+}
+
+#[test]
+#[ignore = "needs root"]
+fn a22_neighbours_in_a_vlan_are_asked_for_with_its_tag() -> Result<()> {
+    let bench = Bench::new()?;
+    let station = Station::new(&bench, "ten0p")?;
+    station.has(2003, "192.0.2.1", [2, 0, 0, 0, 0x20, 1])?;
+    station.has(2003, "fe80::1", [2, 0, 0, 0, 0x20, 6])?;
+    // The same addresses in other segments are other stations.
+    station.has(0, "192.0.2.101", [2, 0, 0, 0, 0, 0x66])?;
+    let config = bench.vlan_config()?;
+    let offload = |config: &Config| {
+        let problems = dataplane::preflight(config);
+        problems.iter().any(|problem| problem.subject == "ten0" && problem.message.contains("rx-vlan offload"))
+    };
+    assert!(offload(&config));
+    let mut agent = Dataplane::start(&config, OBJECT)?;
+    assert!(!offload(&config), "it is off while lbd serves VLANs");
+    agent.apply(&vlan_plan())?;
+    let pins = bench.pins()?;
+    for (address, last) in [("192.0.2.1", 1), ("fe80::1", 6)] {
+        eventually(Duration::from_secs(3), address, || {
+            let hop = hop(&pins, address)?;
+            Ok(hop.flags & NEXT_HOP_RESOLVED != 0 && hop.destination == [2, 0, 0, 0, 0x20, last] && hop.vlan == 2003)
+        })?;
+    }
+    assert_eq!(hop(&pins, "192.0.2.101")?.flags & NEXT_HOP_RESOLVED, 0);
+    station.has(2003, "192.0.2.101", [2, 0, 0, 0, 0x20, 0x65])?;
+    eventually(Duration::from_secs(3), "the backend", || {
+        Ok(hop(&pins, "192.0.2.101")?.destination == [2, 0, 0, 0, 0x20, 0x65])
+    })?;
+    // Asked for from the segment's address, by broadcast, with the tag and only so.
+    let asks = |frame: &[u8]| frame.len() >= 42 && frame[12..14] == [8, 6] && frame[38..42] == [192, 0, 2, 101];
+    assert!(!station.seen(|vlan, frame| vlan == 2003 && asks(frame) && frame[28..32] == [192, 0, 2, 2]).is_empty());
+    assert!(station.seen(|vlan, frame| vlan != 2003 && asks(frame)).is_empty());
+    // VIPs of both families are announced there.
+    eventually(Duration::from_secs(5), "announced with the tag", || {
+        let four = station.seen(|vlan, frame| vlan == 2003 && announces(frame, VIP)).len();
+        Ok(four >= 3 && station.seen(|vlan, frame| vlan == 2003 && advertises(frame, VIP6)).len() >= 3)
+    })?;
+    assert!(station.seen(|vlan, frame| vlan != 2003 && (announces(frame, VIP) || advertises(frame, VIP6))).is_empty());
+    // Without an interface of the kernel's for the VLAN, the NIC's filter is all that can be had.
+    let groups = run("ip maddr show dev ten0")?;
+    assert!(groups.contains("33:33:ff:00:00:34") && !groups.contains(GROUP), "{groups}");
+    // The router is taken over by another: one gratuitous answer is enough.
+    let arp = [
+        &[0xff; 6],
+        [2, 0, 0, 0, 0x20, 2].as_slice(),
+        &[8, 6, 0, 1, 8, 0, 6, 4, 0, 2],
+        &[2, 0, 0, 0, 0x20, 2],
+        &[192, 0, 2, 1],
+        &[0xff; 6],
+        &[192, 0, 2, 1],
+        &[0; 18],
+    ]
+    .concat();
+    bench.send("ten0p", &tagged(2003, &arp))?;
+    eventually(Duration::from_secs(1), "the router's new MAC", || {
+        Ok(hop(&pins, "192.0.2.1")?.destination == [2, 0, 0, 0, 0x20, 2])
+    })?;
+    // The same in another VLAN means another router.
+    let mut other = arp;
+    (other[11], other[27]) = (3, 3);
+    bench.send("ten0p", &tagged(2004, &other))?;
+    bench.send("ten0p", &other)?;
+    std::thread::sleep(Duration::from_millis(300));
+    assert_eq!(hop(&pins, "192.0.2.1")?.destination, [2, 0, 0, 0, 0x20, 2]);
+    drop(agent);
+    let detached = dataplane::detach(&bench.bpffs())?;
+    assert_eq!((detached.offloads, detached.groups), (vec!["ten0".to_owned()], 1));
+    assert!(offload(&config), "on again");
+    Ok(())
+}
+
+impl Bench {
+    /// Sends a frame from the peers' side.
+    fn send(&self, interface: &str, frame: &[u8]) -> Result<()> {
+        let namespace = std::fs::File::open(format!("/proc/{}/ns/net", self.peers.id()))?;
+        let (interface, frame) = (interface.to_owned(), frame.to_vec());
+        let sent = std::thread::spawn(move || -> Result<()> {
+            nix::sched::setns(&namespace, CloneFlags::CLONE_NEWNET)?;
+            let socket = packet_socket(&interface)?;
+            nix::sys::socket::send(socket.as_raw_fd(), &frame, nix::sys::socket::MsgFlags::empty())?;
+            Ok(())
+        });
+        sent.join().map_err(|_| anyhow::anyhow!("the sender has panicked"))?
+    }
+}
+
+#[test]
+#[ignore = "needs root"]
+fn a22_vlans_behind_a_peer_that_hides_tags_are_refused() -> Result<()> {
+    let bench = Bench::new()?;
+    run("ip link add trunk type veth peer name trunkp && ip link set trunk up && ip link set trunkp up")?;
+    let mut config = bench.vlan_config()?;
+    for tenant in &mut config.tenants {
+        tenant.segment.interface = "trunk".to_owned();
+    }
+    let text = refused(Dataplane::start(&config, OBJECT))?;
+    for part in ["interface trunk hides VLAN tags", "trunkp", "ethtool -K trunkp txvlan off"] {
+        assert!(text.contains(part), "{text}");
+    }
+    assert!(Bench::attached("trunk")?.is_none() && Bench::attached("hub0")?.is_none());
+    assert!(!bench.bpffs().join("lbd").exists(), "nothing is left");
+    let problems = dataplane::preflight(&config);
+    assert!(problems.iter().any(|problem| problem.fatal && problem.message.contains("trunkp")), "{problems:?}");
+    // Untagged, the same interface is served.
+    for tenant in &mut config.tenants {
+        tenant.segment.vlan = None;
+    }
+    drop(Dataplane::start(&config, OBJECT)?);
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs root"]
+fn a59_an_interface_made_anew_serves_again_within_5_s() -> Result<()> {
+    let bench = Bench::new()?;
+    bench.six()?;
+    let mut agent = bench.start("auto")?;
+    agent.apply(&plan6())?;
+    let pins = bench.pins()?;
+    eventually(Duration::from_secs(3), "answered", || Ok(answered(&pins, VIP6)? && answered(&pins, "192.0.2.34")?))?;
+    eventually(Duration::from_secs(3), "resolved", || Ok(hop(&pins, "192.0.2.1")?.flags & NEXT_HOP_RESOLVED != 0))?;
+    let old = hop(&pins, "192.0.2.1")?;
+    let facts = agent.facts();
+    run("ip link del ten0")?;
+    eventually(Duration::from_secs(2), "said to be down", || Ok(!facts.borrow().interfaces["ten0"].up))?;
+    let mode = |name: &str| agent.attached().into_iter().find(|it| it.interface == name).and_then(|it| it.mode);
+    assert_eq!(mode("ten0"), None);
+    // What is planned does not change for it.
+    assert_eq!(facts.borrow().interfaces["ten0"].addresses.len(), 2);
+    assert_eq!(pins.segments()?.len(), 2);
+    std::thread::sleep(Duration::from_secs(1));
+    bench.veth("ten0", "192.0.2.2/24", "192.0.2.1/24")?;
+    let made = Instant::now();
+    let station = Station::new(&bench, "ten0p")?;
+    eventually(Duration::from_secs(5), "attached again", || Ok(Bench::attached("ten0")?.is_some()))?;
+    assert!(mode("ten0").is_some());
+    let (mac, router) = (Bench::mac(&run("ip link show dev ten0")?)?, mac_of(&bench, "ten0p")?);
+    eventually(Duration::from_secs(5).saturating_sub(made.elapsed()), "next hops follow", || {
+        let new = hop(&pins, "192.0.2.1")?;
+        Ok(new.ifindex != old.ifindex && new.destination == router)
+    })?;
+    let segments = pins.segments()?;
+    assert!(segments.values().any(|it| it.mac.map(|byte| format!("{byte:02x}")).join(":") == mac.trim()));
+    // Its addresses were not given up, and are announced.
+    assert!(answered(&pins, VIP6)? && answered(&pins, "192.0.2.34")?);
+    eventually(Duration::from_secs(5).saturating_sub(made.elapsed()), "announced", || {
+        Ok(!station.seen(|_, frame| announces(frame, VIP)).is_empty()
+            && !station.seen(|_, frame| advertises(frame, VIP6)).is_empty())
+    })?;
+    eventually(Duration::from_secs(5), "joined", || Ok(run("ip maddr show dev ten0")?.contains(GROUP)))?;
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs root"]
+fn a59_down_and_up_changes_nothing() -> Result<()> {
+    let bench = Bench::new()?;
+    bench.six()?;
+    let mut agent = bench.start("auto")?;
+    agent.apply(&plan6())?;
+    let pins = bench.pins()?;
+    let resolved = |address: &str| Ok(hop(&pins, address)?.flags & NEXT_HOP_RESOLVED != 0);
+    for address in ["192.0.2.1", "fe80::1", "10.0.0.11", "2001:db8:f::11"] {
+        eventually(Duration::from_secs(3), address, || resolved(address))?;
+    }
+    eventually(Duration::from_secs(3), "answered", || answered(&pins, VIP6))?;
+    let state = || -> Result<_> {
+        let mut hops: Vec<String> = Vec::new();
+        for address in ["192.0.2.1", "fe80::1", "10.0.0.11", "2001:db8:f::11"] {
+            hops.push(format!("{:?}", hop(&pins, address)?));
+        }
+        Ok((Bench::attached("ten0")?, Bench::attached("hub0")?, hops, pins.segments()?, pins.addresses()?.len()))
+    };
+    let before = state()?;
+    for interface in ["ten0", "hub0"] {
+        run(&format!("ip link set {interface} down"))?;
+        std::thread::sleep(Duration::from_millis(300));
+        assert_eq!(state()?, before);
+        run(&format!("ip link set {interface} up"))?;
+        std::thread::sleep(Duration::from_millis(700));
+        assert_eq!(state()?, before);
+    }
+    // A network service takes the addresses away and gives them back.
+    let facts = agent.facts();
+    run("ip addr flush dev ten0 scope global && ip addr flush dev hub0 scope global")?;
+    std::thread::sleep(Duration::from_millis(300));
+    assert_eq!(state()?, before);
+    assert!(facts.borrow().interfaces["hub0"].addresses.contains(&"10.0.0.2/24".parse()?));
+    run("ip addr add 192.0.2.2/24 dev ten0 && ip addr add 10.0.0.2/24 dev hub0")?;
+    bench.six().or_else(|_| run("ip addr add 2001:db8:f::2/64 dev hub0 nodad").map(|_| ()))?;
+    std::thread::sleep(Duration::from_millis(700));
+    assert_eq!(state()?, before);
+    // Answers to neighbours that are asked for again are seen.
+    for address in ["192.0.2.1", "10.0.0.11"] {
+        eventually(Duration::from_secs(5), "back in the kernel's table", || {
+            Ok(run(&format!("ip neigh show {address}"))?.contains("lladdr"))
+        })?;
+    }
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs root"]
+fn a_renamed_interface_goes_on_and_a_new_mtu_is_known() -> Result<()> {
     let bench = Bench::new()?;
     let mut agent = bench.start("auto")?;
     agent.apply(&plan(1))?;
-    run("ip link del ten0")?;
-    bench.veth("ten0", "192.0.2.2/24", "192.0.2.1/24")?;
-    eventually(Duration::from_secs(3), "attached again", || Ok(Bench::attached("ten0")?.is_some()))?;
-    let mac = Bench::mac(&run("ip link show dev ten0")?)?;
-    eventually(Duration::from_secs(1), "the segment has the new MAC", || {
-        let segments = bench.pins()?.segments()?;
-        Ok(segments.values().any(|segment| segment.mac.map(|byte| format!("{byte:02x}")).join(":") == mac.trim()))
+    let pins = bench.pins()?;
+    eventually(Duration::from_secs(3), "answered", || answered(&pins, "192.0.2.34"))?;
+    let (program, segments) = (Bench::attached("ten0")?, pins.segments()?);
+    let facts = agent.facts();
+    run("ip link set ten0 down && ip link set ten0 name lan0 && ip link set lan0 up")?;
+    eventually(Duration::from_secs(2), "up again", || {
+        let facts = facts.borrow();
+        Ok(facts.interfaces.contains_key("lan0") && facts.interfaces["ten0"].up)
+    })?;
+    assert_eq!(agent.apply(&plan(1))?.map_writes, 0);
+    assert_eq!((Bench::attached("lan0")?, pins.segments()?), (program, segments));
+    assert!(answered(&pins, "192.0.2.34")?);
+    run("ip link set lan0 mtu 1400")?;
+    eventually(Duration::from_secs(2), "the new MTU", || {
+        let segments = pins.segments()?;
+        Ok(segments.values().any(|segment| segment.mtu == 1400) && hop(&pins, "192.0.2.1")?.mtu == 1400)
     })?;
     Ok(())
 }
