@@ -521,11 +521,10 @@ fn a_nodes_death_is_written_fast_for_ten_thousand_services() -> Result<()> {
             big.backends.insert(backend.id, plan);
         }
         big.tables = vec![(0..65521).map(|slot| (slot % u32::from(alive)) as u16 + 1).collect::<Vec<_>>().into()];
-        let list: std::sync::Arc<[FrontendBackend]> = list.into();
+        let list: Arc<[FrontendBackend]> = list.into();
         for number in 0..10_000_u16 {
             let mut frontend = template.clone();
-            (frontend.id, frontend.target_port, frontend.backends) =
-                (number + 1, 20_000 + number, std::sync::Arc::clone(&list));
+            (frontend.id, frontend.target_port, frontend.backends) = (number + 1, 20_000 + number, Arc::clone(&list));
             big.frontends.insert(FrontendAddress { port: 1000 + number, ..address }, frontend);
         }
         anyhow::Ok(big)
@@ -892,7 +891,7 @@ fn a61_a_group_is_left_with_its_last_vip() -> Result<()> {
     bench.six()?;
     let mut agent = bench.start("auto")?;
     agent.apply(&plan6())?;
-    let listed = || {
+    let listed = || -> Result<usize> {
         Ok(run("ip maddr show dev ten0")?.matches("ff00:34").count()
             + usize::from(run("ip maddr show dev ten0")?.contains("33:33:ff:00:00:34")))
     };
@@ -980,7 +979,7 @@ impl Bench {
         let mut config = self.config("auto", 4096)?;
         for tenant in &mut config.tenants {
             tenant.segment.vlan = Some(2003);
-            tenant.address = Some("192.0.2.2/24".parse()?);
+            tenant.addresses = vec!["192.0.2.2/24".parse()?];
         }
         Ok(config)
     }

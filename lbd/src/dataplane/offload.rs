@@ -166,13 +166,13 @@ impl Record {
     pub(super) fn prepare(&self, interfaces: &BTreeMap<String, bool>) -> Result<Vec<String>, DataplaneError> {
         let mut changed = Vec::new();
         for (interface, &vlans) in interfaces {
-            let shown = self.show_tags(interface).and_then(|shown| match hiding_peer(interface).filter(|_| vlans) {
-                Some(peer) => Err(peer_hides(interface, &peer)),
-                None => Ok(shown),
-            });
-            match shown {
-                Ok(true) => changed.push(interface.clone()),
-                Ok(false) => {}
+            let shown = self.show_tags(interface);
+            if matches!(shown, Ok(true)) {
+                changed.push(interface.clone());
+            }
+            let peer = hiding_peer(interface).filter(|_| vlans);
+            match shown.and_then(|_| peer.map_or(Ok(()), |peer| Err(peer_hides(interface, &peer)))) {
+                Ok(()) => {}
                 Err(error) if vlans => {
                     self.undo(&changed);
                     return Err(error);
