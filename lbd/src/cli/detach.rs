@@ -36,6 +36,12 @@ pub(super) fn run(config: Option<&Path>, bpffs: Option<&Path>) -> u8 {
             if detached.neighbours > 0 {
                 let _ = writeln!(text, "released {} neighbour entries", detached.neighbours);
             }
+            if detached.groups > 0 {
+                let _ = writeln!(text, "left {} multicast groups", detached.groups);
+            }
+            for interface in &detached.offloads {
+                let _ = writeln!(text, "turned rx-vlan offload of {interface} on again");
+            }
             say(&text)
         }
         Err(error) => complain(&error.to_string(), FAILED),
