@@ -37,13 +37,11 @@ pub(super) fn preflight(config: &Config) -> Vec<Problem> {
             let error = DataplaneError::NoBpffs { path: paths.bpffs.clone(), found };
             problems.push(problem(true, &bpffs, error.to_string()));
         }
-        Ok(()) => {
-            match migrate::check(&paths) {
-                Ok(None) => {}
-                Ok(Some(message)) => problems.push(problem(false, &bpffs, message)),
-                Err(error) => problems.push(problem(true, &bpffs, error.to_string())),
-            }
-        }
+        Ok(()) => match migrate::check(&paths) {
+            Ok(None) => {}
+            Ok(Some(message)) => problems.push(problem(false, &bpffs, message)),
+            Err(error) => problems.push(problem(true, &bpffs, error.to_string())),
+        },
     }
     let mut loader = match Loader::new(config, OBJECT) {
         Ok(loader) => Some(loader),

@@ -15,10 +15,10 @@ use lbd_common::abi::{
 };
 use lbd_common::half_open;
 
+use super::super::DataplaneError;
 use super::super::bpf::{self, Map};
 use super::super::engine::run_control;
 use super::super::loader::{self, HOP_RECORDS, Paths};
-use super::super::DataplaneError;
 use super::tables::{Counters, Flows, Half, Late, Living};
 use super::{KEPT, Stage, Step, failed, predecessor, v1};
 
@@ -191,7 +191,10 @@ impl Back {
         self.half_open(&living)?;
         for (interface, program) in loader::programs_in(&self.old) {
             let Some((link, newer)) = loader::linked(&self.paths, &interface, &self.paths.maps) else {
-                tracing::warn!("{interface}: not attached, or made anew since: the agent of ABI {} attaches it", v1::VERSION);
+                tracing::warn!(
+                    "{interface}: not attached, or made anew since: the agent of ABI {} attaches it",
+                    v1::VERSION
+                );
                 continue;
             };
             bpf::link_update(link.as_fd(), program.as_fd())
@@ -280,7 +283,9 @@ impl Back {
             half
         });
         let (living, _) = passed.map_err(|error| match (error.raw_os_error(), flows.room()) {
-            (Some(libc::E2BIG), (room, _)) => format!("there are more halves of flows than the {room} that its table has room for"),
+            (Some(libc::E2BIG), (room, _)) => {
+                format!("there are more halves of flows than the {room} that its table has room for")
+            }
             _ => format!("{}: {error}", names::FLOWS4),
         })?;
         Map::<abi::FlowKey6, abi::Flow6>::open(&self.paths.map(names::FLOWS6))

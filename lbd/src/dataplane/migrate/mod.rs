@@ -99,8 +99,7 @@ pub(super) fn predecessor(paths: &Paths) -> Result<Option<Predecessor>, Dataplan
 }
 
 fn stage(paths: &Paths) -> Stage {
-    let settings =
-        Map::<u32, Settings>::open(&paths.map(names::SETTINGS)).and_then(|map| map.get(&0)).ok().flatten();
+    let settings = Map::<u32, Settings>::open(&paths.map(names::SETTINGS)).and_then(|map| map.get(&0)).ok().flatten();
     match settings {
         Some(settings) if settings.abi == abi::ABI_VERSION && settings.flags & SETTING_MIGRATING == 0 => Stage::Kept,
         Some(settings) if settings.abi == abi::ABI_VERSION && loader::runs(paths, &paths.maps) => Stage::Interrupted,
@@ -229,9 +228,8 @@ impl Migration {
     fn open_tables(&mut self) -> Step<()> {
         let (old, new) = (&self.old, &self.paths);
         let from = old.join(names::FLOWS4);
-        self.flows = Some(
-            Flows::open(&from, &new.map(names::FLOWS4), &new.map(names::AGEING4)).map_err(failed(names::FLOWS4))?,
-        );
+        self.flows =
+            Some(Flows::open(&from, &new.map(names::FLOWS4), &new.map(names::AGEING4)).map_err(failed(names::FLOWS4))?);
         let both = |name: &str| (old.join(name), new.map(name));
         let (from, to) = both(names::TRAFFIC);
         self.traffic = Some(Counters::open(&from, &to).map_err(failed(names::TRAFFIC))?);
@@ -334,8 +332,8 @@ impl Migration {
             new
         })
         .map_err(failed(names::HALF_OPEN4))?;
-        copy_array(&self.old.join(names::HINTS4), &self.paths.map(names::HINTS4), |_, line: &v1::HintLine| {
-            HintLine { hints: line.hints.map(|hint| v1::hint(hint, now, &told)) }
+        copy_array(&self.old.join(names::HINTS4), &self.paths.map(names::HINTS4), |_, line: &v1::HintLine| HintLine {
+            hints: line.hints.map(|hint| v1::hint(hint, now, &told)),
         })
         .map_err(failed(names::HINTS4))?;
         let epoch = half_open::epoch(now, settings.half_open_epoch);
@@ -344,7 +342,10 @@ impl Migration {
             new.families[0].epoch = epoch;
             if id == 0 {
                 // At no tenant's index: when a hint was last left, here when it expires.
-                TenantUse { hinted: if old.window == 0 { 0 } else { old.window + u64::from(told.tcp_half_open) }, ..new }
+                TenantUse {
+                    hinted: if old.window == 0 { 0 } else { old.window + u64::from(told.tcp_half_open) },
+                    ..new
+                }
             } else {
                 TenantUse { new_flows: old.new_flows, window: old.window, ..new }
             }
@@ -420,7 +421,8 @@ impl Migration {
 
     /// Tells the old programs to drop strays in silence, or no longer.
     fn quieten(&self, quiet: bool) -> Step<()> {
-        let flags = if quiet { self.told.flags | v1::SETTING_MIGRATING } else { self.told.flags & !v1::SETTING_MIGRATING };
+        let flags =
+            if quiet { self.told.flags | v1::SETTING_MIGRATING } else { self.told.flags & !v1::SETTING_MIGRATING };
         Map::<u32, v1::Settings>::open(&self.old.join(names::SETTINGS))
             .and_then(|map| map.set(&0, &v1::Settings { flags, ..self.told }))
             .map_err(failed("its settings cannot be written"))
@@ -445,14 +447,13 @@ impl Migration {
         }
         let Some(flows) = &mut self.flows else { return Ok(()) };
         let mut handed = 0_u64;
-        for late in flows
-            .late(|key, flow| Some((v1::flow_key(key), v1::flow(flow))))
-            .map_err(failed(names::FLOWS4))?
-        {
+        for late in flows.late(|key, flow| Some((v1::flow_key(key), v1::flow(flow)))).map_err(failed(names::FLOWS4))? {
             handed += 1;
             match late {
                 Late::New(key, flow) => {
-                    if control_flow(loaded, control::RESTORE, key, flow)? == 0 && flows.get(&key).ok().flatten().is_none() {
+                    if control_flow(loaded, control::RESTORE, key, flow)? == 0
+                        && flows.get(&key).ok().flatten().is_none()
+                    {
                         lost += 1;
                     }
                 }
@@ -468,7 +469,9 @@ impl Migration {
         }
         self.hand_over_counters(loaded)?;
         if lost > 0 {
-            tracing::warn!("{lost} connections that were made while the programs were replaced are lost: their ports were taken meanwhile");
+            tracing::warn!(
+                "{lost} connections that were made while the programs were replaced are lost: their ports were taken meanwhile"
+            );
         }
         tracing::info!(
             "map ABI {}: took over {} halves of flows, {handed} of them changed while the programs were replaced",
@@ -477,7 +480,8 @@ impl Migration {
         );
         let map = Map::<u32, Settings>::open(&self.paths.map(names::SETTINGS)).map_err(failed(names::SETTINGS))?;
         let settings = self.settings()?;
-        map.set(&0, &Settings { flags: settings.flags & !SETTING_MIGRATING, ..settings }).map_err(failed(names::SETTINGS))
+        map.set(&0, &Settings { flags: settings.flags & !SETTING_MIGRATING, ..settings })
+            .map_err(failed(names::SETTINGS))
     }
 
     fn hand_over_counters(&self, loaded: &Loaded) -> Step<()> {
@@ -553,12 +557,10 @@ pub(super) fn settle(old: &Path) {
                 KEEP_SECONDS / 3600
             );
         }
-        Some(since) if boot_seconds().saturating_sub(since) >= KEEP_SECONDS => {
-            match loader::remove_directory(old) {
-                Ok(()) => tracing::info!("the datapath of map ABI {} is not kept any longer", v1::VERSION),
-                Err(error) => tracing::warn!("{} cannot be removed: {error}", old.display()),
-            }
-        }
+        Some(since) if boot_seconds().saturating_sub(since) >= KEEP_SECONDS => match loader::remove_directory(old) {
+            Ok(()) => tracing::info!("the datapath of map ABI {} is not kept any longer", v1::VERSION),
+            Err(error) => tracing::warn!("{} cannot be removed: {error}", old.display()),
+        },
         Some(_) => {}
     }
 }

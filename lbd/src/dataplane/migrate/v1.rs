@@ -473,13 +473,8 @@ pub fn frontend_back(new: &abi::Frontend) -> Option<(FrontendKey, Frontend)> {
         && is_mapped(&new.snat)
         && new.source_ranges == 0
         && new.flags & abi::FRONTEND_PRESERVE_CLIENT == 0;
-    let key = FrontendKey {
-        vip: new.vip,
-        port_be: new.port_be,
-        segment: new.segment,
-        protocol: new.protocol,
-        pad: [0; 3],
-    };
+    let key =
+        FrontendKey { vip: new.vip, port_be: new.port_be, segment: new.segment, protocol: new.protocol, pad: [0; 3] };
     let value = Frontend {
         vip: new.vip,
         snat: new.snat,
@@ -759,7 +754,10 @@ mod tests {
     fn a_half_open_connection_is_found_where_it_was() {
         let old: HalfOpen = HalfOpen { state: abi::HALF_OPEN_ANSWERED, ..bytes(9) };
         let new = half_open(&old);
-        assert_eq!((new.client_mac, new.backend_sequence, new.tenant), (old.client_mac, old.backend_sequence, old.tenant));
+        assert_eq!(
+            (new.client_mac, new.backend_sequence, new.tenant),
+            (old.client_mac, old.backend_sequence, old.tenant)
+        );
         assert_eq!(half_open_back(&new), old);
         let tried = HalfOpen4 { state: abi::HALF_OPEN_ANSWERED | 3 << abi::HALF_OPEN_ATTEMPT_SHIFT, ..new };
         assert_eq!(half_open_back(&tried), old);
@@ -795,7 +793,10 @@ mod tests {
     fn a_segment_and_its_hops_stay_and_tagged_ones_do_not_go_back() {
         let old = Segment { id: 3, flags: 1, vlan: 0, pad: 0, ..bytes(2) };
         let new = segment(&old);
-        assert_eq!((new.gateway_next_hop, new.gateway6_next_hop, new.mask6_be), (old.gateway_next_hop, 0, [u32::MAX; 4]));
+        assert_eq!(
+            (new.gateway_next_hop, new.gateway6_next_hop, new.mask6_be),
+            (old.gateway_next_hop, 0, [u32::MAX; 4])
+        );
         assert_eq!(segment_back(&new), old);
         assert_eq!(segment_back(&abi::Segment { vlan: 7, ..new }).id, 0);
         let hop = NextHop { flags: 3, vlan: 0, ..bytes(4) };
