@@ -29,22 +29,22 @@ pub enum Trouble {
     Port,
     /// TTL or hop limit used up.
     Hops,
-    /// Larger than the way's MTU, in bytes.
-    Size(u16),
+    /// Larger than the way's MTU.
+    Size,
 }
 
 impl Trouble {
     /// The error message, without checksum.
     #[inline(always)]
-    const fn message(self, v6: bool) -> Icmp {
+    const fn message(self, v6: bool, mtu: u16) -> Icmp {
         let (kind, code, rest) = match (self, v6) {
             (Self::Port, false) => (3, 3, 0),
             (Self::Hops, false) => (11, 0, 0),
-            // RFC 1191: the MTU is the lower half.
-            (Self::Size(mtu), false) => (3, 4, mtu as u32),
+            // RFC 1191: the lower half.
+            (Self::Size, false) => (3, 4, mtu as u32),
             (Self::Port, true) => (1, 4, 0),
             (Self::Hops, true) => (3, 0, 0),
-            (Self::Size(mtu), true) => (2, 0, mtu as u32),
+            (Self::Size, true) => (2, 0, mtu as u32),
         };
         Icmp { kind, code, checksum: 0, rest_be: rest.to_be() }
     }
@@ -68,12 +68,13 @@ impl<A: Family> IcmpError<A> {
     pub const TOTAL: usize = Self::LENGTH + UdpPacket::<A>::LENGTH;
 
     /// The error about a packet, as if from its destination. The packet's first eight bytes behind the IP header need not be UDP's.
+    /// `mtu` is what [`Trouble::Size`] tells, in bytes.
     #[inline(always)]
-    pub fn about(original: &UdpPacket<A>, trouble: Trouble) -> Self {
+    pub fn about(original: &UdpPacket<A>, trouble: Trouble, mtu: u16) -> Self {
         let payload = (Self::TOTAL - A::Header::LENGTH) as u16;
         let mut error = Self {
             ip: A::Header::new(original.ip.destination(), original.ip.source(), A::ICMP, payload),
-            icmp: trouble.message(A::IS_V6),
+            icmp: trouble.message(A::IS_V6, mtu),
         };
         // RFC 4443 §2.3: ICMPv6 sums a pseudo-header too.
         let pseudo = if A::IS_V6 { error.ip.pseudo(A::ICMP, payload) } else { 0 };
@@ -139,16 +140,16 @@ mod tests {
     }
 
     fn trouble() -> impl Strategy<Value = Trouble> {
-        prop_oneof![Just(Trouble::Port), Just(Trouble::Hops), any::<u16>().prop_map(Trouble::Size)]
+        prop_oneof![Just(Trouble::Port), Just(Trouble::Hops), Just(Trouble::Size)]
     }
 
     proptest! {
         #[test]
         fn errors_over_ipv4_have_right_checksums_and_quote_the_packet(
-            source: u32, destination: u32, ports: (u16, u16), sum: u16, trouble in trouble(),
+            source: u32, destination: u32, ports: (u16, u16), sum: u16, trouble in trouble(), mtu: u16,
         ) {
             let original = datagram::<Address4>(source, destination, ports, sum);
-            let error = IcmpError::about(&original, trouble);
+            let error = IcmpError::about(&original, trouble, mtu);
             let mut packet = bytes(&error);
             packet.extend(bytes(&original));
             prop_assert_eq!(packet.len(), 56);
@@ -161,10 +162,10 @@ mod tests {
 
         #[test]
         fn errors_over_ipv6_have_right_checksums_and_quote_the_packet(
-            source: [u32; 4], destination: [u32; 4], ports: (u16, u16), sum: u16, trouble in trouble(),
+            source: [u32; 4], destination: [u32; 4], ports: (u16, u16), sum: u16, trouble in trouble(), mtu: u16,
         ) {
             let original = datagram::<Address6>(source, destination, ports, sum);
-            let error = IcmpError::about(&original, trouble);
+            let error = IcmpError::about(&original, trouble, mtu);
             let mut packet = bytes(&error);
             packet.extend(bytes(&original));
             prop_assert_eq!(packet.len(), 96);
@@ -182,19 +183,19 @@ mod tests {
     #[test]
     fn types_and_codes_are_those_of_the_family() {
         let four = |trouble| {
-            let error = IcmpError::about(&datagram::<Address4>(1, 2, (3, 4), 5), trouble);
+            let error = IcmpError::about(&datagram::<Address4>(1, 2, (3, 4), 5), trouble, 1400);
             (error.icmp.kind, error.icmp.code, u32::from_be(error.icmp.rest_be))
         };
         assert_eq!(four(Trouble::Port), (3, 3, 0));
         assert_eq!(four(Trouble::Hops), (11, 0, 0));
-        assert_eq!(four(Trouble::Size(1400)), (3, 4, 1400));
+        assert_eq!(four(Trouble::Size), (3, 4, 1400));
         let six = |trouble| {
-            let error = IcmpError::about(&datagram::<Address6>([1; 4], [2; 4], (3, 4), 5), trouble);
+            let error = IcmpError::about(&datagram::<Address6>([1; 4], [2; 4], (3, 4), 5), trouble, 1400);
             (error.icmp.kind, error.icmp.code, u32::from_be(error.icmp.rest_be))
         };
         assert_eq!(six(Trouble::Port), (1, 4, 0));
         assert_eq!(six(Trouble::Hops), (3, 0, 0));
-        assert_eq!(six(Trouble::Size(1400)), (2, 0, 1400));
+        assert_eq!(six(Trouble::Size), (2, 0, 1400));
     }
 
     #[test]

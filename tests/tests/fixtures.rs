@@ -253,7 +253,6 @@ fn what_is_not_served_yet_is_dropped_under_its_own_reason() -> Result<()> {
         ("P11", Reason::Icmp),
         ("P13a", Reason::FragmentOrphan),
         ("P13b", Reason::FragmentOrphan),
-        ("P14", Reason::TtlExceeded),
         ("P16", Reason::Land),
         ("P22", Reason::UnservedProtocol),
     ];
@@ -811,7 +810,7 @@ fn a_packet_larger_than_the_way_out_and_an_unfinished_offload_are_told_apart() -
     hops.set(u32::from(bench::node_hop(0)), abi::NextHop { mtu: 1400, ..hop }, 0)?;
     let mut data = client((bench::CLIENT, 40000), ACK, 1001, BACKEND_SEQUENCE + 1);
     data.payload = vec![7; 1460];
-    assert_eq!(send(&datapath, TENANT_NIC, &data)?.action, DROP);
+    assert_eq!(send(&datapath, TENANT_NIC, &data)?.action, TX);
     assert_eq!(datapath.reasons()?, only(Reason::TooBig, 1));
     data.payload = vec![7; 2900];
     assert_eq!(send(&datapath, TENANT_NIC, &data)?.action, DROP);

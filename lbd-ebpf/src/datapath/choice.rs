@@ -337,6 +337,12 @@ pub(crate) fn choose<A: Tables>(
     if target_port_be == 0 {
         return Err(nobody(frontend));
     }
+    // On the other side, the client's address may be ours or another backend's: no client can have it.
+    // SAFETY: this CPU's value.
+    let source = unsafe { (*client.making).key.tuple.source_be };
+    if backend.segment != client.segment.id && local_address(source, backend.segment).is_some() {
+        return Err(refuse(Reason::BadSource, frontend.tenant));
+    }
     Ok(Choice { id, backend, target_port_be })
 }
 

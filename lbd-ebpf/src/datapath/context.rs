@@ -102,12 +102,9 @@ impl Arrival {
     /// Goes on in another stage; comes back only if the stage is missing.
     #[inline(always)]
     pub(crate) fn go(&self, context: &XdpContext, index: u32) -> Outcome {
-        if let Some(scratch) = scratch() {
-            scratch.slot = self.slot;
-            scratch.tag = self.tag;
-            // SAFETY: nothing on this stack needs to be dropped.
-            unsafe { STAGES.tail_call(context, index) };
-        }
+        enter(self.slot, self.tag);
+        // SAFETY: nothing on this stack needs to be dropped.
+        unsafe { STAGES.tail_call(context, index) };
         Err(refuse(Reason::Internal, 0))
     }
 }
@@ -158,22 +155,30 @@ fn count_refusal(refusal: Refusal) {
     }
 }
 
-/// The end of a stage: counts the reason and takes its verdict.
+/// Not an XDP action: the end of a stage makes `XDP_TX` of it, and the frame goes back with the tag that it had.
+pub(crate) const BACK: u32 = 16;
+
+/// The end of a stage: counts the reason and takes its verdict. What goes back or to the kernel has its tag again.
 #[inline(always)]
 pub(crate) fn conclude(context: &XdpContext, outcome: Outcome) -> u32 {
-    let refusal = match outcome {
-        Ok(action) => return action,
-        Err(refusal) => refusal,
+    let action = match outcome {
+        Ok(action) => action,
+        Err(refusal) => {
+            count_refusal(refusal);
+            if refusal.is(Verdict::Drop) {
+                return xdp_action::XDP_DROP;
+            }
+            if refusal.is(Verdict::Reject) {
+                return reject(context, refusal);
+            }
+            if refusal.is(Verdict::Pass) { xdp_action::XDP_PASS } else { BACK }
+        }
     };
-    count_refusal(refusal);
-    if refusal.is(Verdict::Drop) {
-        return xdp_action::XDP_DROP;
+    match action {
+        xdp_action::XDP_PASS => give_back(context, xdp_action::XDP_PASS),
+        BACK => give_back(context, xdp_action::XDP_TX),
+        action => action,
     }
-    if refusal.is(Verdict::Reject) {
-        return reject(context, refusal);
-    }
-    let tag = scratch().map_or(0, |scratch| scratch.tag);
-    give_back(context, tag, if refusal.is(Verdict::Pass) { xdp_action::XDP_PASS } else { xdp_action::XDP_TX })
 }
 
 /// The end of the program at the NIC, for an untagged frame.
@@ -185,10 +190,8 @@ pub(crate) fn conclude_untagged(context: &XdpContext, outcome: Outcome) -> u32 {
     };
     count_refusal(refusal);
     if refusal.is(Verdict::Reject) {
-        if let Some(scratch) = scratch() {
-            scratch.slot = SEGMENT_BASE.load();
-            scratch.tag = 0;
-        }
+        // What is in the scratch is another frame's.
+        enter(SEGMENT_BASE.load(), 0);
         return reject(context, refusal);
     }
     if refusal.is(Verdict::Drop) {
@@ -211,11 +214,21 @@ fn reject(context: &XdpContext, refusal: Refusal) -> u32 {
     xdp_action::XDP_DROP
 }
 
-/// Puts the tag back on a frame that goes where it came from, or to the kernel.
+/// Tells the next stage where the frame is from: see [`Arrival`].
 #[inline(always)]
-pub(crate) fn give_back(context: &XdpContext, tag: u32, action: u32) -> u32 {
+pub(crate) fn enter(slot: u32, tag: u32) {
+    if let Some(scratch) = scratch() {
+        scratch.slot = slot;
+        scratch.tag = tag;
+    }
+}
+
+/// `action`, after the tag that was taken off the frame is on it again.
+#[inline(always)]
+fn give_back(context: &XdpContext, action: u32) -> u32 {
+    let tag = scratch().map_or(0, |scratch| scratch.tag);
     if tag != 0 && !push_tag(context, tag as u16) {
-        return xdp_action::XDP_DROP;
+        return xdp_action::XDP_ABORTED;
     }
     action
 }
@@ -282,9 +295,21 @@ pub(crate) fn resolve(index: u16, length: u32, segment: &Segment) -> Result<(&'s
         return Err(Reason::NoNeighbour);
     }
     if length > u32::from(hop.mtu) {
-        return Err(if length > segment.mtu { Reason::GsoFrame } else { Reason::TooBig });
+        return Err(too_long(length, u32::from(hop.mtu), segment));
     }
     Ok((hop, hop.flags & (NEXT_HOP_RESOLVED | NEXT_HOP_ON_LINK) == NEXT_HOP_RESOLVED))
+}
+
+/// Why a packet of `length` bytes does not go where the MTU is `mtu`, which its sender is told.
+#[inline(always)]
+fn too_long(length: u32, mtu: u32, segment: &Segment) -> Reason {
+    if length > segment.mtu {
+        return Reason::GsoFrame;
+    }
+    if let Some(scratch) = scratch() {
+        scratch.mtu = mtu;
+    }
+    Reason::TooBig
 }
 
 /// A MAC as `u16`s.

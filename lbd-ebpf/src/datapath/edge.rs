@@ -26,13 +26,12 @@ pub(crate) fn edge(context: &XdpContext, slot: u32, tag: u32) -> Outcome {
     // SAFETY: `Arrival` has bounds-checked the Ethernet header.
     let kind = unsafe { (*ethernet).ethertype };
     if kind == ethertype::VLAN || kind == ethertype::SERVICE_VLAN {
-        if tag != 0 {
-            return Err(refuse(Reason::DoubleTag, segment.tenant));
-        }
-        if kind == ethertype::VLAN {
-            return arrival.go(context, STAGE_TAGGED);
-        }
-        return Err(refuse(Reason::UnknownVlan, 0));
+        // That stage lets no second tag through.
+        return if tag == 0 {
+            arrival.go(context, STAGE_TAGGED)
+        } else {
+            Err(refuse(Reason::DoubleTag, segment.tenant))
+        };
     }
     if segment.id == 0 {
         return Ok(xdp_action::XDP_PASS);

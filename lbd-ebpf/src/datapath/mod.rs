@@ -16,8 +16,10 @@ mod flags;
 mod half_open;
 mod local;
 mod maps;
+mod neighbour;
 mod new;
 mod reject;
+mod tagged;
 mod trace;
 
 use aya_ebpf::{
@@ -148,14 +150,14 @@ pub(crate) fn lbd_reject(context: XdpContext) -> u32 {
 
 /// `STAGE_TAGGED`.
 #[xdp]
-pub(crate) fn lbd_tagged(_context: XdpContext) -> u32 {
-    aya_ebpf::bindings::xdp_action::XDP_PASS
+pub(crate) fn lbd_tagged(context: XdpContext) -> u32 {
+    conclude(&context, tagged::tagged(&context))
 }
 
 /// `STAGE_NEIGHBOUR`.
 #[xdp]
-pub(crate) fn lbd_neighbour(_context: XdpContext) -> u32 {
-    aya_ebpf::bindings::xdp_action::XDP_PASS
+pub(crate) fn lbd_neighbour(context: XdpContext) -> u32 {
+    conclude(&context, neighbour::neighbour(&context))
 }
 
 /// Run by the agent with `BPF_PROG_TEST_RUN`.
