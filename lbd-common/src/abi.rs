@@ -974,6 +974,18 @@ abi_struct! {
     size 56 align 8 offsets { abi: 0, flags: 4, seed: 8, ticks_per_second_256: 24, tombstone: 28, adopt_until: 44, max_mss: 48 }
 }
 
+impl Settings {
+    /// Longest time that adoption can lie ahead, in seconds: a stale [`Settings::adopt_until`] is not taken for a time to come when ticks have wrapped.
+    const ADOPTION_SECONDS: u32 = 600;
+
+    /// Whether packets of unknown TCP connections are adopted now.
+    #[inline(always)]
+    pub const fn adopts(&self, now: u32) -> bool {
+        let left = self.adopt_until.wrapping_sub(now);
+        self.adopt_until != 0 && left != 0 && left <= (self.ticks_per_second_256 >> 8) * Self::ADOPTION_SECONDS
+    }
+}
+
 /// [`Settings::flags`]: starting or migrating: unmatched replies are dropped in silence.
 pub const SETTING_MIGRATING: u32 = 1 << 0;
 
@@ -1276,6 +1288,15 @@ impl<A: Address> FlowKey<A> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn adoption_ends_and_does_not_come_back_when_ticks_wrap() {
+        let settings = Settings { adopt_until: 10_000, ticks_per_second_256: 62 * 256, ..Settings::ZERO };
+        assert!(settings.adopts(9_999) && settings.adopts(10_000 - 300 * 62));
+        assert!(!settings.adopts(10_000) && !settings.adopts(10_001));
+        assert!(!settings.adopts(10_000u32.wrapping_add(1 << 31)) && !settings.adopts(10_000u32.wrapping_sub(1 << 30)));
+        assert!(!Settings { adopt_until: 0, ..settings }.adopts(u32::MAX - 5));
+    }
 
     #[test]
     fn a_full_flow_table_has_buckets_to_spare() {

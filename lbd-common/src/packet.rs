@@ -207,7 +207,7 @@ pub trait IpHeader<A>: Copy {
 #[inline(always)]
 fn address_sum<A: Address>(address: A) -> u64 {
     let [a, b, c, d] = address.quads();
-    a as u64 + b as u64 + c as u64 + d as u64
+    u64::from(a) + u64::from(b) + u64::from(c) + u64::from(d)
 }
 
 impl Family for Address4 {
@@ -262,7 +262,7 @@ impl IpHeader<Address4> for Ipv4 {
 
     #[inline(always)]
     fn total_length(&self) -> u32 {
-        u16::from_be(self.total_length_be) as u32
+        u32::from(u16::from_be(self.total_length_be))
     }
 
     #[inline(always)]
@@ -308,10 +308,10 @@ impl IpHeader<Address4> for Ipv4 {
         header.checksum = !fold(
             address_sum(source)
                 + address_sum(destination)
-                + u16::from_ne_bytes([0x45, 0]) as u64
-                + header.total_length_be as u64
-                + header.fragment_be as u64
-                + u16::from_ne_bytes([64, protocol]) as u64,
+                + u64::from(u16::from_ne_bytes([0x45, 0]))
+                + u64::from(header.total_length_be)
+                + u64::from(header.fragment_be)
+                + u64::from(u16::from_ne_bytes([64, protocol])),
         );
         header
     }
@@ -320,8 +320,8 @@ impl IpHeader<Address4> for Ipv4 {
     fn pseudo(&self, protocol: u8, payload: u16) -> u64 {
         address_sum(self.source_be)
             + address_sum(self.destination_be)
-            + u16::from_ne_bytes([0, protocol]) as u64
-            + payload.to_be() as u64
+            + u64::from(u16::from_ne_bytes([0, protocol]))
+            + u64::from(payload.to_be())
     }
 }
 
@@ -355,7 +355,7 @@ impl IpHeader<Address6> for Ipv6 {
 
     #[inline(always)]
     fn total_length(&self) -> u32 {
-        IPV6 as u32 + u16::from_be(self.payload_length_be) as u32
+        IPV6 as u32 + u32::from(u16::from_be(self.payload_length_be))
     }
 
     #[inline(always)]
@@ -396,8 +396,8 @@ impl IpHeader<Address6> for Ipv6 {
     fn pseudo(&self, protocol: u8, payload: u16) -> u64 {
         address_sum(self.source_be)
             + address_sum(self.destination_be)
-            + u16::from_ne_bytes([0, protocol]) as u64
-            + payload.to_be() as u64
+            + u64::from(u16::from_ne_bytes([0, protocol]))
+            + u64::from(payload.to_be())
     }
 }
 
@@ -505,8 +505,8 @@ impl<A: Family> TcpPacket<A> {
         let flags = self.tcp.flags;
         self.sequence()
             .wrapping_add(self.payload_length())
-            .wrapping_add((flags & SYN != 0) as u32)
-            .wrapping_add((flags & FIN != 0) as u32)
+            .wrapping_add(u32::from(flags & SYN != 0))
+            .wrapping_add(u32::from(flags & FIN != 0))
     }
 
     /// Addresses and ports.
@@ -555,11 +555,11 @@ impl<A: Family> TcpPacket<A> {
             },
         };
         let sum = segment.ip.pseudo(TCP, 20)
-            + segment.tcp.source_port_be as u64
-            + segment.tcp.destination_port_be as u64
-            + segment.tcp.sequence_be as u64
-            + segment.tcp.acknowledgement_be as u64
-            + u16::from_ne_bytes([5 << 4, flags]) as u64;
+            + u64::from(segment.tcp.source_port_be)
+            + u64::from(segment.tcp.destination_port_be)
+            + u64::from(segment.tcp.sequence_be)
+            + u64::from(segment.tcp.acknowledgement_be)
+            + u64::from(u16::from_ne_bytes([5 << 4, flags]));
         segment.tcp.checksum = !fold(sum);
         segment
     }
@@ -592,7 +592,7 @@ impl<A: Family> UdpPacket<A> {
         if self.ip.protocol() != UDP {
             return Err(Reason::UnservedProtocol);
         }
-        let length = u16::from_be(self.udp.length_be) as u32;
+        let length = u32::from(u16::from_be(self.udp.length_be));
         if length < 8 || A::Header::LENGTH as u32 + length > self.ip.total_length() {
             return Err(Reason::Malformed);
         }

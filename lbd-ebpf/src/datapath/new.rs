@@ -164,7 +164,7 @@ pub(crate) fn prove<A: Tables>(context: &XdpContext) -> Outcome {
     let hash = unsafe { hash::flow(&settings.seed, &(*making).key) };
     let Some(found) = of_client::<A>(hash, first_port(making, frontend, hash), now) else {
         let adopting = frontend.flags & FRONTEND_ADOPT != 0
-            && (settings.adopt_until.wrapping_sub(now) as i32) > 0
+            && settings.adopts(now)
             && flags & (ACK | RST) == ACK;
         return if adopting { packet.arrival.go(context, A::STAGES.adopt) } else { Err(no(Reason::NoFlow)) };
     };
