@@ -48,7 +48,7 @@ fn answers_to_the_name_lbctl() {
     assert_eq!(code(&output), 0);
     let help = stdout(&output);
     assert!(help.contains("Usage: lbctl"), "{help}");
-    for command in ["status", "services", "backends", "flows", "whois", "vips", "drops", "events", "reload"] {
+    for command in ["status", "services", "backends", "flows", "whois", "vips", "kill", "drops", "events", "reload"] {
         assert!(help.contains(&format!("  {command}")), "{command}: {help}");
     }
     let named = Command::new(env!("CARGO_BIN_EXE_lbd")).arg0("/usr/bin/lbctl").arg("--version").output().unwrap();
@@ -122,6 +122,7 @@ fn neither_agent_nor_datapath_is_exit_code_3() {
         &["whois", "10.0.0.2:1024"],
         &["whois", "[2001:db8::2]:1024", "[2001:db8::11]:443"],
         &["vips"],
+        &["kill", "--tenant", "a"],
         &["drops"],
         &["drops", "--watch"],
         &["events"],

@@ -285,19 +285,19 @@ fn run_program(program: &Xdp, frame: &[u8]) -> Result<Outcome> {
 }
 
 /// A BPF file system of its own, to pin the shared maps in; gone when dropped.
-struct BpfFileSystem {
+pub(crate) struct BpfFileSystem {
     directory: tempfile::TempDir,
 }
 
 impl BpfFileSystem {
-    fn mount() -> Result<Self> {
+    pub(crate) fn mount() -> Result<Self> {
         let directory = tempfile::Builder::new().prefix("lbd-bpffs-").tempdir()?;
         nix::mount::mount(Some("bpf"), directory.path(), Some("bpf"), nix::mount::MsFlags::empty(), None::<&str>)
             .with_context(|| format!("mount bpffs on {} (root is needed)", directory.path().display()))?;
         Ok(Self { directory })
     }
 
-    fn path(&self) -> &std::path::Path {
+    pub(crate) fn path(&self) -> &std::path::Path {
         self.directory.path()
     }
 }

@@ -30,8 +30,25 @@ const LINKS: &str = "/sys/fs/bpf/lbd/links";
 
 /// Maps that the interfaces' loads share.
 const SHARED: [&str; 19] = [
-    "flows4", "ageing4", "half_open4", "hints4", "segments", "addresses", "frontends", "maglev", "backends", "next_hops",
-    "tenants", "tenant_use", "settings", "frontend_owner", "traffic", "frontend_event", "reasons", "scratch", "own",
+    "flows4",
+    "ageing4",
+    "half_open4",
+    "hints4",
+    "segments",
+    "addresses",
+    "frontends",
+    "maglev",
+    "backends",
+    "next_hops",
+    "tenants",
+    "tenant_use",
+    "settings",
+    "frontend_owner",
+    "traffic",
+    "frontend_event",
+    "reasons",
+    "scratch",
+    "own",
 ];
 const STAGES: [(u32, &str); 7] = [
     (0, "lbd_open"),
@@ -205,22 +222,23 @@ fn fill(bench: &Bench, hertz: u32) -> Result<()> {
     // The agent's own map.
     Array::<MapData, [u8; 20]>::create(65_536, 0)?.pin(pin("next_hop_keys"))?;
     let mut index = 0;
-    let mut hop = |segment: u16, interface: &str, address: Option<[u8; 4]>, kind: u16, to: Option<[u8; 6]>| -> Result<u16> {
-        index += 1;
-        let record = v1::AddressKey { address: address.map_or([0; 16], mapped), segment, port_be: kind };
-        set::<20>("next_hop_keys", index, &record)?;
-        let hop = v1::NextHop {
-            destination: to.unwrap_or_default(),
-            flags: if kind == 1 { 2 } else { u16::from(to.is_some()) },
-            source: mac(&bench.lb.mac(interface)?)?,
-            vlan: 0,
-            ifindex: bench.lb.index(interface)?,
-            mtu: 1500,
-            segment,
+    let mut hop =
+        |segment: u16, interface: &str, address: Option<[u8; 4]>, kind: u16, to: Option<[u8; 6]>| -> Result<u16> {
+            index += 1;
+            let record = v1::AddressKey { address: address.map_or([0; 16], mapped), segment, port_be: kind };
+            set::<20>("next_hop_keys", index, &record)?;
+            let hop = v1::NextHop {
+                destination: to.unwrap_or_default(),
+                flags: if kind == 1 { 2 } else { u16::from(to.is_some()) },
+                source: mac(&bench.lb.mac(interface)?)?,
+                vlan: 0,
+                ifindex: bench.lb.index(interface)?,
+                mtu: 1500,
+                segment,
+            };
+            set::<24>("next_hops", index, &hop)?;
+            Ok(index as u16)
         };
-        set::<24>("next_hops", index, &hop)?;
-        Ok(index as u16)
-    };
     let router = mac("02:00:00:00:01:01")?;
     for (segment, tenant, slot, interface, gateway, network) in [
         (1_u16, 1_u16, 1_u32, "ten0", Some(([192, 0, 2, 1], router)), [192, 0, 2, 0]),
@@ -272,13 +290,15 @@ fn fill(bench: &Bench, hertz: u32) -> Result<()> {
         }
         set::<64>("maglev", chunk, &value)?;
     }
-    let snat = v1::LocalAddress { snat_first: 1024, snat_last: 32_767, ..local(abi::ADDRESS_SNAT | abi::ADDRESS_HOST, 0) };
+    let snat =
+        v1::LocalAddress { snat_first: 1024, snat_last: 32_767, ..local(abi::ADDRESS_SNAT | abi::ADDRESS_HOST, 0) };
     address(HUB, [10, 0, 0, 2], snat)?;
     for (tenant, vip, host) in [(1_u16, [192, 0, 2, 34], [192, 0, 2, 2]), (2, [198, 51, 100, 34], [198, 51, 100, 2])] {
         let limits = v1::Tenant { max_flows: 131_072, flags: 1, ..v1::Tenant::zeroed() };
         set::<16>("tenants", u32::from(tenant), &limits)?;
         set::<8>("frontend_owner", u32::from(tenant), &v1::FrontendOwner { tenant, pad: [0; 3] })?;
-        let key = v1::FrontendKey { vip: mapped(vip), port_be: 6443_u16.to_be(), segment: tenant, protocol: 6, pad: [0; 3] };
+        let key =
+            v1::FrontendKey { vip: mapped(vip), port_be: 6443_u16.to_be(), segment: tenant, protocol: 6, pad: [0; 3] };
         let frontend = v1::Frontend {
             vip: mapped(vip),
             snat: mapped([10, 0, 0, 2]),
@@ -303,8 +323,7 @@ fn fill(bench: &Bench, hertz: u32) -> Result<()> {
 /// The flows of ABI 1 that live: client and packets of both directions.
 pub fn flows(bench: &Bench) -> Result<std::collections::BTreeMap<(Ipv4Addr, u16), u64>> {
     bench.lb.run(|| {
-        let map: HashMap<MapData, [u8; 16], [u8; 64]> =
-            Map::HashMap(MapData::from_pin(pin("flows4"))?).try_into()?;
+        let map: HashMap<MapData, [u8; 16], [u8; 64]> = Map::HashMap(MapData::from_pin(pin("flows4"))?).try_into()?;
         let mut found = std::collections::BTreeMap::new();
         for entry in map.iter() {
             let (_, value) = entry?;

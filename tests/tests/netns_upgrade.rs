@@ -66,10 +66,8 @@ impl Upgrade {
 fn connections_survive_an_upgrade_from_abi_1() -> Result<()> {
     let upgrade = Upgrade::new("up", 65_536)?;
     let Upgrade { bench, agent, .. } = &upgrade;
-    let tickers =
-        [(&bench.near, VIP), (&bench.far, VIP), (&bench.other, OTHER_VIP)].map(|(client, target)| {
-            Ticker::start(&bench.lab, client, target, false, 5)
-        });
+    let tickers = [(&bench.near, VIP), (&bench.far, VIP), (&bench.other, OTHER_VIP)]
+        .map(|(client, target)| Ticker::start(&bench.lab, client, target, false, 5));
     std::thread::sleep(Duration::from_millis(500));
     let before = predecessor::flows(bench)?;
     let programs = predecessor::programs(bench)?;
@@ -80,7 +78,12 @@ fn connections_survive_an_upgrade_from_abi_1() -> Result<()> {
     for ticker in tickers {
         let ticks = ticker?.finish()?;
         let bad: Vec<_> = ticks.iter().filter(|tick| tick.error.is_some()).collect();
-        ensure!(ticks.len() > 200 && bad.is_empty(), "{} of {} new connections failed: {bad:?}", bad.len(), ticks.len());
+        ensure!(
+            ticks.len() > 200 && bad.is_empty(),
+            "{} of {} new connections failed: {bad:?}",
+            bad.len(),
+            ticks.len()
+        );
     }
     let after = predecessor::programs(bench)?;
     ensure!(programs.iter().zip(&after).all(|(old, new)| old != new), "{programs:?} {after:?}");

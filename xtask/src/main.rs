@@ -82,7 +82,7 @@ fn main() -> Result<ExitCode> {
         }
         Task::Bench(arguments) => {
             build::bpf(arguments.consent)?;
-            build::host(&["--package", "lbd-tests", "--bin", "lbd-bench"], true)?;
+            build::host(&["--package", "lbd-tests", "--package", "lbd", "--bin", "lbd-bench", "--bin", "lbd"], true)?;
             let json = arguments.json.map(std::path::absolute).transpose()?;
             return become_root("lbd-bench", true, |command| {
                 command.arg(&arguments.what);

@@ -18,10 +18,15 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::{AbortHandle, JoinSet};
 
 use super::metrics::Metrics;
-use super::types::{ApiError, Backend, Event, Names, ReloadReply, ReloadRequest, Service, Status, TenantVips, paths};
+use super::types::{
+    ApiError, Backend, Event, KillReply, KillRequest, Names, ReloadReply, ReloadRequest, Service, Status, TenantVips,
+    paths,
+};
 use crate::agent::AgentError;
 use crate::agent::view::{self, View};
 use crate::config::Config;
+use crate::dataplane::Pins;
+use crate::flows::{Directory, Filter};
 
 /// Group that may use the socket, if it exists.
 const GROUP: &str = "lbd";
@@ -118,6 +123,7 @@ impl Api {
             .route(paths::VIPS, get(vips))
             .route(paths::EVENTS, get(events))
             .route(paths::NAMES, get(names))
+            .route(paths::KILL, post(kill))
             .route(paths::RELOAD, post(reload))
             .fallback(unknown)
             .with_state(self.shared.clone());
@@ -223,6 +229,20 @@ async fn reload(
     let (reply, answer) = oneshot::channel();
     shared.reloads.send(ReloadCall { request, reply }).await.map_err(|_| stopping())?;
     Ok(Json(answer.await.map_err(|_| stopping())?))
+}
+
+async fn kill(State(shared): State<Shared>, Json(request): Json<KillRequest>) -> Result<Json<KillReply>, Failure> {
+    let filter = Filter::try_from(&request).map_err(|error| Failure(StatusCode::BAD_REQUEST, error))?;
+    let view = shared.view();
+    let Json(killed) = made(move || {
+        let pins = Pins::open(&view.bpffs)?;
+        let directory = Directory::new(&view::names(&view.plan, &view.hub), &pins.frontends()?);
+        crate::flows::kill::kill(&pins, &filter, &directory)
+    })
+    .await?;
+    let killed = killed.map_err(|error| Failure(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()))?;
+    tracing::info!(killed, ?request, "flows were killed");
+    Ok(Json(KillReply { killed }))
 }
 
 async fn unknown(uri: Uri) -> Failure {

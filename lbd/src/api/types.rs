@@ -21,6 +21,8 @@ pub mod paths {
     pub const EVENTS: &str = "/events";
     /// `GET`: [`super::Names`].
     pub const NAMES: &str = "/names";
+    /// `POST` [`super::KillRequest`]: [`super::KillReply`].
+    pub const KILL: &str = "/kill";
     /// `POST` [`super::ReloadRequest`]: [`super::ReloadReply`].
     pub const RELOAD: &str = "/reload";
 }
@@ -358,6 +360,36 @@ impl FrontendLabel {
     pub fn label(&self) -> &str {
         self.service.as_deref().unwrap_or(&self.name)
     }
+}
+
+/// Asks for the end of flows: those that fit everything that is given, in the words of `lbctl flows`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct KillRequest {
+    /// Tenant.
+    pub tenant: Option<String>,
+    /// VIP: address, `address:port` or prefix.
+    pub vip: Option<String>,
+    /// Client: address, `address:port` or prefix.
+    pub client: Option<String>,
+    /// Backend: address, `address:port` or prefix.
+    pub backend: Option<String>,
+    /// Service or frontend.
+    pub service: Option<String>,
+    /// IP protocol number.
+    pub protocol: Option<u8>,
+    /// State.
+    pub state: Option<String>,
+    /// Seconds since it was opened, at least.
+    pub older_s: Option<u64>,
+}
+
+/// What came of it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct KillReply {
+    /// Flows that have ended by this.
+    pub killed: u64,
 }
 
 /// Asks for a reload of the configuration file.

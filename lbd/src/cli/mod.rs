@@ -169,6 +169,9 @@ enum LbctlCommand {
     Vips,
     /// Packets not forwarded, by reason and tenant.
     Drops(DropsArgs),
+    /// End connections: the agent makes lbd forget them, and their next packets are refused. At least one filter.
+    #[command(arg_required_else_help = true)]
+    Kill(FilterArgs),
     /// What happened lately.
     Events,
     /// Have the agent reload its configuration file: all of it or nothing.
@@ -183,7 +186,7 @@ enum LbctlCommand {
 }
 
 #[derive(Debug, Args)]
-struct FlowsArgs {
+struct FilterArgs {
     /// Only this tenant's.
     #[arg(long, value_name = "NAME")]
     tenant: Option<String>,
@@ -208,6 +211,12 @@ struct FlowsArgs {
     /// Only those opened at least so long ago: 90s, 15m, 2h, 1d.
     #[arg(long, value_name = "TIME", value_parser = duration)]
     older: Option<Duration>,
+}
+
+#[derive(Debug, Args)]
+struct FlowsArgs {
+    #[command(flatten)]
+    filter: FilterArgs,
     /// Only the first N, largest first.
     #[arg(long, value_name = "N")]
     top: Option<usize>,
@@ -290,7 +299,7 @@ fn interval(text: &str) -> Result<Duration, String> {
 
 impl FlowsArgs {
     fn command(&self) -> lbctl::Command {
-        let filter = self.filter();
+        let filter = self.filter.filter();
         if self.follow {
             lbctl::Command::Follow { filter, interval: self.interval.unwrap_or(INTERVAL) }
         } else {
@@ -298,6 +307,16 @@ impl FlowsArgs {
         }
     }
 
+    fn order(&self) -> By {
+        match self.by {
+            None | Some(ByArg::Bytes) => By::Bytes,
+            Some(ByArg::Packets) => By::Packets,
+            Some(ByArg::Age) => By::Age,
+        }
+    }
+}
+
+impl FilterArgs {
     fn filter(&self) -> Filter {
         Filter {
             tenant: self.tenant.clone(),
@@ -312,14 +331,6 @@ impl FlowsArgs {
             }),
             state: self.state,
             older: self.older,
-        }
-    }
-
-    fn order(&self) -> By {
-        match self.by {
-            None | Some(ByArg::Bytes) => By::Bytes,
-            Some(ByArg::Packets) => By::Packets,
-            Some(ByArg::Age) => By::Age,
         }
     }
 }
@@ -425,6 +436,7 @@ fn run_lbctl(arguments: &Lbctl) -> u8 {
         LbctlCommand::Whois { snat, backend } => lbctl::Command::Whois(Question { snat: *snat, backend: *backend }),
         LbctlCommand::Vips => lbctl::Command::Vips,
         LbctlCommand::Drops(drops) => drops.command(),
+        LbctlCommand::Kill(filter) => lbctl::Command::Kill(filter.filter()),
         LbctlCommand::Events => lbctl::Command::Events,
         LbctlCommand::Reload { dry_run, accept_loss } => {
             lbctl::Command::Reload(ReloadRequest { dry_run: *dry_run, accept_loss: *accept_loss })
@@ -474,7 +486,7 @@ mod tests {
                     --state established --older 15m --top 5 --by age";
         let parsed = lbctl(&line.split_whitespace().collect::<Vec<_>>()).unwrap();
         let LbctlCommand::Flows(flows) = parsed.command else { panic!("{parsed:?}") };
-        let filter = flows.filter();
+        let filter = flows.filter.filter();
         assert_eq!(filter.older, Some(Duration::from_mins(15)));
         assert_eq!((filter.state, filter.protocol), (Some(State::Established), Some(6)));
         assert_eq!((flows.top, flows.order()), (Some(5), By::Age));
@@ -493,7 +505,7 @@ mod tests {
     #[test]
     fn what_is_not_built_is_refused_by_name_and_not_shown() {
         let help = Lbctl::command().render_long_help().to_string();
-        for name in ["explain", "capture", "drain", "undrain", "kill", "adopt", "verify", "bundle"] {
+        for name in ["explain", "capture", "drain", "undrain", "adopt", "verify", "bundle"] {
             let error = lbctl(&[name]).unwrap_err();
             assert_eq!(error.exit_code(), 2);
             assert!(error.to_string().contains(name), "{error}");

@@ -98,19 +98,19 @@ impl Programs {
         Ok(total)
     }
 
-    /// Marks a flow as dead: both halves count as absent from then on, and the clock hand deletes them. Whether it lived.
-    fn mark<A: Address>(&self, key: &FlowKey<A>) -> io::Result<bool> {
-        let command = if A::IS_V6 { control::MARK6 } else { control::MARK };
-        let answer = self.control(ControlRequest { command, key: *key, ..ControlRequest::ZERO })?;
-        Ok(answer.result != 0)
-    }
-
     /// From now on for five minutes, flows without state are adopted by the frontends that say so.
     fn adopt(&self, hertz: u32) -> io::Result<()> {
         let clock = self.control(ControlRequest4 { command: control::CLOCK, ..ControlRequest4::ZERO })?;
         let Some(settings) = self.settings.get(&0)? else { return Ok(()) };
         self.settings.set(&0, &Settings { adopt_until: adopt_until(clock.jiffies, hertz), ..settings })
     }
+}
+
+/// Marks a flow as dead: both halves count as absent from then on, and the clock hand deletes them. Whether it lived.
+pub(super) fn mark<A: Address>(control: &OwnedFd, key: &FlowKey<A>) -> io::Result<bool> {
+    let command = if A::IS_V6 { control::MARK6 } else { control::MARK };
+    let answer = run_control(control, ControlRequest { command, key: *key, ..ControlRequest::ZERO })?;
+    Ok(answer.result != 0)
 }
 
 /// Runs the control program on a request.
@@ -426,7 +426,7 @@ impl Engine {
         let Some(programs) = &self.programs else { return Ok(0) };
         let mut count = 0;
         for key in keys {
-            count += u64::from(programs.mark(key)?);
+            count += u64::from(mark(&programs.control, key)?);
         }
         Ok(count)
     }

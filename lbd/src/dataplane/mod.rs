@@ -23,7 +23,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use caps::{CapSet, Capability};
-use lbd_common::abi::{self, ControlRequest4, FlowKey4, Settings, Timeouts, control, names};
+use lbd_common::abi::{self, ControlRequest4, FlowKey, Settings, Timeouts, control, names};
 use tokio::sync::watch;
 
 use crate::config::{Adopt, Config, FrontendSettings, SegmentName};
@@ -352,11 +352,8 @@ impl Dataplane {
     }
 
     /// Marks flows as dead: both halves are treated as absent at once and deleted soon. Returns how many lived.
-    pub fn remove_flows(&self, keys: &[FlowKey4]) -> Result<u64, DataplaneError> {
-        self.shared
-            .engine()
-            .mark(keys)
-            .map_err(DataplaneError::system(format!("cannot mark flows in {}", names::FLOWS4)))
+    pub fn remove_flows<A: FlowTables>(&self, keys: &[FlowKey<A>]) -> Result<u64, DataplaneError> {
+        self.shared.engine().mark(keys).map_err(DataplaneError::system(format!("cannot mark flows in {}", A::FLOWS)))
     }
 
     /// Lets the next `count` writes to a map fail: for tests of what happens then.

@@ -87,7 +87,7 @@ pub struct Fill {
     pub used: Option<u64>,
 }
 
-/// A read-only view of the pinned maps; works with the agent dead.
+/// The pinned maps, to be read; works with the agent dead.
 pub struct Pins {
     paths: Paths,
     settings: Map<u32, Settings>,
@@ -195,6 +195,16 @@ impl Pins {
             reverse: Some(Answers::from(&reverse)),
             backend_segment: reply.segment,
         }))
+    }
+
+    /// Marks flows as dead: both halves are treated as absent at once and deleted soon. Returns how many lived.
+    pub fn remove_flows<A: FlowTables>(&self, keys: &[FlowKey<A>]) -> Result<u64, DataplaneError> {
+        let mut count = 0;
+        for key in keys {
+            let lived = engine::mark(&self.control, key);
+            count += u64::from(lived.map_err(DataplaneError::system(format!("cannot mark flows in {}", A::FLOWS)))?);
+        }
+        Ok(count)
     }
 
     /// Half-open connections of a family whose record may be read.

@@ -20,6 +20,7 @@ use crate::dataplane::{FlowPair, FlowTables};
 
 pub mod fill;
 pub mod follow;
+pub mod kill;
 mod live;
 pub mod whois;
 

@@ -13,8 +13,8 @@ use thiserror::Error;
 use self::client::{Client, ClientError};
 use self::render::{Drop, StatusView};
 use crate::api::types::{
-    Backend, Event, InterfaceStatus, Names, ReloadReply, ReloadRequest, Service, Status, TableFill, TenantVips, paths,
-    reload_outcome, service_state,
+    Backend, Event, InterfaceStatus, KillReply, KillRequest, Names, ReloadReply, ReloadRequest, Service, Status,
+    TableFill, TenantVips, paths, reload_outcome, service_state,
 };
 use crate::dataplane::{DataplaneError, Pins, host_facts};
 use crate::flows::whois::Question;
@@ -92,6 +92,8 @@ pub enum Command {
         /// Go on, and say what has been added in each such interval.
         watch: Option<Duration>,
     },
+    /// End flows.
+    Kill(Filter),
     /// What happened.
     Events,
     /// Reload the configuration file.
@@ -208,6 +210,10 @@ fn run_to(out: &mut dyn Write, place: &Place, command: &Command, output: Output)
         }
         Command::Drops { tenant, watch: Some(interval) } => {
             watch::drops(out, place, &agent, tenant.as_deref(), *interval, output)
+        }
+        Command::Kill(filter) => {
+            let reply: KillReply = agent.post(paths::KILL, &KillRequest::from(filter))?;
+            Ok(render::kill(out, reply, output)?)
         }
         Command::Events => {
             let events: Vec<Event> = agent.get(paths::EVENTS)?;

@@ -6,7 +6,9 @@ use serde::Serialize;
 
 use super::Output;
 use super::table::{Age, Bytes, Column, Table};
-use crate::api::types::{ApplyStatus, Backend, Event, ReloadReply, Service, Status, TenantVips, reload_outcome};
+use crate::api::types::{
+    ApplyStatus, Backend, Event, KillReply, ReloadReply, Service, Status, TenantVips, reload_outcome,
+};
 use crate::flows::follow::Change;
 use crate::flows::{Flow, FlowRecord, Listing, Namer, Position};
 
@@ -644,6 +646,11 @@ pub(crate) fn events(out: &mut dyn Write, events: &[Event], output: Output) -> i
             .cell(if event.active { "yes" } else { "no" });
     }
     table.print(out)
+}
+
+/// Prints how many flows were ended.
+pub(crate) fn kill(out: &mut dyn Write, reply: KillReply, output: Output) -> io::Result<()> {
+    if output == Output::Json { json(out, &reply) } else { writeln!(out, "{} flows killed", reply.killed) }
 }
 
 /// Prints what came of a reload.

@@ -1,8 +1,10 @@
-//! lbd's benchmarks, as ratios within one run: `lbd-bench datapath [--json FILE]`.
+//! lbd's benchmarks, as ratios within one run: `lbd-bench datapath|flows [--json FILE]`.
+use std::fmt::Display;
 use std::path::PathBuf;
 
 use anyhow::{Context as _, Result};
 use clap::{Parser, ValueEnum};
+use serde::Serialize;
 
 #[derive(Parser)]
 struct Arguments {
@@ -11,23 +13,45 @@ struct Arguments {
     /// Write the figures to this file, as JSON.
     #[arg(long)]
     json: Option<PathBuf>,
+    /// The `lbd` to measure [default: the one beside this program].
+    #[arg(long)]
+    lbd: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
 enum What {
     /// The programs, with `BPF_PROG_TEST_RUN`.
     Datapath,
+    /// `lbctl flows` over a million flows.
+    Flows,
 }
 
 fn main() -> Result<()> {
     let arguments = Arguments::parse();
-    let report = match arguments.what {
-        What::Datapath => lbd_tests::bench::datapath()?,
+    let report: Box<dyn Report> = match arguments.what {
+        What::Datapath => Box::new(lbd_tests::bench::datapath()?),
+        What::Flows => {
+            let lbd = match arguments.lbd {
+                Some(lbd) => lbd,
+                None => std::env::current_exe().context("find this program")?.with_file_name("lbd"),
+            };
+            Box::new(lbd_tests::bench_flows::flows(&lbd)?)
+        }
     };
     print!("{report}");
     if let Some(path) = arguments.json {
-        let text = serde_json::to_string_pretty(&report)?;
-        std::fs::write(&path, text + "\n").with_context(|| format!("write {}", path.display()))?;
+        std::fs::write(&path, report.json()? + "\n").with_context(|| format!("write {}", path.display()))?;
     }
     Ok(())
+}
+
+/// What a benchmark has found.
+trait Report: Display {
+    fn json(&self) -> serde_json::Result<String>;
+}
+
+impl<T: Display + Serialize> Report for T {
+    fn json(&self) -> serde_json::Result<String> {
+        serde_json::to_string_pretty(self)
+    }
 }
