@@ -1,6 +1,6 @@
 //! The hot path: packets of live flows.
 
-use core::mem::MaybeUninit;
+use core::mem::{MaybeUninit, offset_of};
 use core::ptr::read_volatile;
 
 use aya_ebpf::{bindings::xdp_action, programs::XdpContext};
@@ -122,6 +122,9 @@ pub(crate) fn unknown<A: Tables>(context: &XdpContext, arrival: &Arrival, flags:
     }
 }
 
+/// Ticks without a packet after which a repeated one is looked at closer: 256 ms to 2.6 s, as long as hosts wait before they send again.
+const PAUSE: u32 = 16;
+
 /// A packet that a flow can translate.
 pub(crate) trait Transport<A: Tables> {
     /// Length of the IP packet.
@@ -153,20 +156,23 @@ impl<A: Tables> Transport<A> for TcpPacket<A> {
     }
 
     /// A packet far from the flow's sequence numbers is forwarded (its receiver judges it) but moves nothing here. What a client sends
-    /// again is looked at closer: it may have another MAC now.
+    /// again after a pause is looked at closer: it may have another MAC now, where our answers do not reach it.
     #[inline(always)]
     fn track(&self, flow: &mut Flow<A>, state: u16) -> bool {
         let end = self.sequence_end();
-        if tcp::near(end, flow.sequence) {
-            flow.last_seen = now();
-            flow.acknowledged = self.acknowledgement();
-            if tcp::after(end, flow.sequence) {
-                flow.sequence = end;
-            } else if state & FLOW_REVERSE == 0 && (end != flow.sequence || self.payload_length() != 0) {
-                return true;
-            }
+        if !tcp::near(end, flow.sequence) {
+            return false;
         }
-        false
+        let (now, last) = (now(), flow.last_seen);
+        flow.last_seen = now;
+        flow.acknowledged = self.acknowledgement();
+        if tcp::after(end, flow.sequence) {
+            flow.sequence = end;
+            return false;
+        }
+        state & FLOW_REVERSE == 0
+            && tcp::elapsed(now, last) >= PAUSE
+            && (end != flow.sequence || self.payload_length() != 0)
     }
 
     #[inline(always)]
@@ -271,20 +277,30 @@ pub(crate) fn read<A: Tables>(flow: *const Flow<A>, key: &FlowKey<A>) -> Option<
 ///
 /// # Safety
 ///
-/// `from` points to a tuple.
+/// `from` points to a tuple in a flow, at a whole word.
 #[inline(always)]
 unsafe fn copy<A: Tables>(from: *const Tuple<A>) -> Tuple<A> {
-    let mut tuple = MaybeUninit::<Tuple<A>>::uninit();
+    let mut tuple = MaybeUninit::<Aligned<A>>::uninit();
     let mut word = 0;
     // SAFETY: the caller's, and all words of the tuple are written.
     unsafe {
-        while word < size_of::<Tuple<A>>() / 4 {
-            tuple.as_mut_ptr().cast::<u32>().add(word).write(read_volatile(from.cast::<u32>().add(word)));
+        while word < size_of::<Tuple<A>>() / 8 {
+            tuple.as_mut_ptr().cast::<u64>().add(word).write(read_volatile(from.cast::<u64>().add(word)));
             word += 1;
         }
-        tuple.assume_init()
+        // Both families' tuples end with half a word.
+        tuple.as_mut_ptr().cast::<u32>().add(2 * word).write(read_volatile(from.cast::<u32>().add(2 * word)));
+        tuple.assume_init().0
     }
 }
+
+/// A tuple that can be written by whole words, as those in flows can be read.
+#[repr(C, align(8))]
+struct Aligned<A>(Tuple<A>);
+
+const _: () = assert!(size_of::<Tuple<Address4>>() % 8 == 4 && size_of::<Tuple<Address6>>() % 8 == 4);
+const _: () = assert!(offset_of!(Flow<Address4>, to) % 8 == 0 && offset_of!(Flow<Address6>, to) % 8 == 0);
+const _: () = assert!(offset_of!(Flow<Address4>, tuple) % 8 == 0 && offset_of!(Flow<Address6>, tuple) % 8 == 0);
 
 /// Compares a tuple word by word, in program order.
 ///
