@@ -137,7 +137,7 @@ fn plan(vips: u8) -> Plan {
     let mut plan = Plan::default();
     plan.segments.insert(1, segment("ten0", "192.0.2.0/24", true));
     plan.segments.insert(2, segment("hub0", "10.0.0.0/24", false));
-    plan.tenants.insert(1, TenantPlan { name: "tenant-a".into(), ..TenantPlan::default() });
+    plan.tenants.insert(1, TenantPlan { name: "tenant-a".into(), host_access_all: true, ..TenantPlan::default() });
     let hub = IpAddr::from([10, 0, 0, 2]);
     plan.addresses.insert((2, hub), AddressPlan { snat: Some((1024, 32767)), host: true, ..AddressPlan::default() });
     let node = IpAddr::V4(NODE);
@@ -760,8 +760,15 @@ fn announces(frame: &[u8], address: Ipv4Addr) -> bool {
 }
 
 /// Both families: an IPv6 VIP, a node, and a gateway that is link-local.
-fn plan6() -> Plan {
+fn plan6(agent: &Dataplane) -> Plan {
     let mut plan = plan(1);
+    // The host's own addresses, so that answers to them reach the kernel.
+    for (segment, interface) in [(1, "ten0"), (2, "hub0")] {
+        let facts = agent.facts().borrow().clone();
+        for address in facts.interfaces.get(interface).into_iter().flat_map(|interface| &interface.all_addresses) {
+            plan.addresses.entry((segment, address.addr())).or_default().host = true;
+        }
+    }
     let address = |text: &str| text.parse::<IpAddr>();
     if let (Some(tenant), Ok(gateway), Ok(network)) =
         (plan.segments.get_mut(&1), address("fe80::1"), "2001:db8:a::/64".parse())
@@ -819,7 +826,7 @@ fn ipv6_neighbours_and_a_link_local_gateway_are_resolved_and_followed() -> Resul
     let bench = Bench::new()?;
     bench.six()?;
     let mut agent = bench.start("auto")?;
-    agent.apply(&plan6())?;
+    agent.apply(&plan6(&agent))?;
     let pins = bench.pins()?;
     for (address, peer) in [("fe80::1", "ten0p"), ("2001:db8:f::11", "hub0p"), ("192.0.2.1", "ten0p")] {
         let mac = mac_of(&bench, peer)?;
@@ -861,7 +868,7 @@ fn a61_groups_of_ipv6_vips_stay_joined_without_the_agent_until_detach() -> Resul
     let bench = Bench::new()?;
     bench.six()?;
     let mut agent = bench.start("auto")?;
-    agent.apply(&plan6())?;
+    agent.apply(&plan6(&agent))?;
     let joined = || -> Result<(bool, bool)> {
         let text = run("ip maddr show dev ten0")?;
         let filter = text.lines().any(|line| line.contains("33:33:ff:00:00:34") && line.contains("static"));
@@ -891,7 +898,7 @@ fn a61_a_group_is_left_with_its_last_vip() -> Result<()> {
     let bench = Bench::new()?;
     bench.six()?;
     let mut agent = bench.start("auto")?;
-    agent.apply(&plan6())?;
+    agent.apply(&plan6(&agent))?;
     let listed = || -> Result<usize> {
         Ok(run("ip maddr show dev ten0")?.matches("ff00:34").count()
             + usize::from(run("ip maddr show dev ten0")?.contains("33:33:ff:00:00:34")))
@@ -899,7 +906,7 @@ fn a61_a_group_is_left_with_its_last_vip() -> Result<()> {
     eventually(Duration::from_secs(2), "joined", || Ok(listed()? == 2))?;
     agent.apply(&plan(1))?;
     eventually(Duration::from_secs(2), "left", || Ok(listed()? == 0))?;
-    agent.apply(&plan6())?;
+    agent.apply(&plan6(&agent))?;
     eventually(Duration::from_secs(2), "joined again", || Ok(listed()? == 2))?;
     drop(agent);
     let detached = dataplane::detach(&bench.bpffs())?;
@@ -914,7 +921,7 @@ fn b31_ipv6_addresses_are_asked_for_then_announced_three_times_within_three_seco
     bench.six()?;
     let station = Station::new(&bench, "ten0p")?;
     let mut agent = bench.start("auto")?;
-    agent.apply(&plan6())?;
+    agent.apply(&plan6(&agent))?;
     let pins = bench.pins()?;
     let announced = || station.seen(|vlan, frame| vlan == 0 && advertises(frame, VIP6));
     eventually(Duration::from_secs(6), "three announcements", || Ok(announced().len() >= 3))?;
@@ -952,7 +959,7 @@ fn an_ipv6_address_that_another_station_has_is_not_answered_for() -> Result<()> 
     bench.six()?;
     bench.peer(&format!("ip addr add {VIP6}/64 dev ten0p nodad"))?;
     let mut agent = bench.start("auto")?;
-    agent.apply(&plan6())?;
+    agent.apply(&plan6(&agent))?;
     let (taken, pins) = (agent.taken(), bench.pins()?);
     eventually(Duration::from_secs(3), "the conflict", || {
         Ok(taken.borrow().iter().any(|(segment, address)| segment.interface == "ten0" && address.to_string() == VIP6))
@@ -966,8 +973,8 @@ fn an_ipv6_address_that_another_station_has_is_not_answered_for() -> Result<()> 
 
 /// The tenant in VLAN 2003 of `ten0`, both families, with a backend there.
 #[expect(clippy::unwrap_used, reason = "constant text")]
-fn vlan_plan() -> Plan {
-    let mut plan = plan6();
+fn vlan_plan(agent: &Dataplane) -> Plan {
+    let mut plan = plan6(agent);
     let tenant = plan.segments.get_mut(&1).unwrap();
     tenant.name.vlan = Some(2003);
     let address = "192.0.2.101".parse().unwrap();
@@ -1003,7 +1010,7 @@ fn a22_neighbours_in_a_vlan_are_asked_for_with_its_tag() -> Result<()> {
     assert!(offload(&config));
     let mut agent = Dataplane::start(&config, OBJECT)?;
     assert!(!offload(&config), "it is off while lbd serves VLANs");
-    agent.apply(&vlan_plan())?;
+    agent.apply(&vlan_plan(&agent))?;
     let pins = bench.pins()?;
     for (address, last) in [("192.0.2.1", 1), ("fe80::1", 6)] {
         eventually(Duration::from_secs(3), address, || {
@@ -1108,7 +1115,7 @@ fn a59_an_interface_made_anew_serves_again_within_5_s() -> Result<()> {
     let mut agent = bench.start("auto")?;
     // Five seconds; more where the kernel's verifier is slow because the machine has other things to do.
     let limit = Duration::from_secs(5).max(start.elapsed());
-    agent.apply(&plan6())?;
+    agent.apply(&plan6(&agent))?;
     let pins = bench.pins()?;
     eventually(Duration::from_secs(3), "answered", || Ok(answered(&pins, VIP6)? && answered(&pins, "192.0.2.34")?))?;
     eventually(Duration::from_secs(3), "resolved", || Ok(hop(&pins, "192.0.2.1")?.flags & NEXT_HOP_RESOLVED != 0))?;
@@ -1150,7 +1157,7 @@ fn a59_down_and_up_changes_nothing() -> Result<()> {
     let bench = Bench::new()?;
     bench.six()?;
     let mut agent = bench.start("auto")?;
-    agent.apply(&plan6())?;
+    agent.apply(&plan6(&agent))?;
     let pins = bench.pins()?;
     let resolved = |address: &str| Ok(hop(&pins, address)?.flags & NEXT_HOP_RESOLVED != 0);
     for address in ["192.0.2.1", "fe80::1", "10.0.0.11", "2001:db8:f::11"] {

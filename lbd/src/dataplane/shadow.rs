@@ -105,16 +105,21 @@ impl<K: Copy + Ord, V: Copy + PartialEq> Table<K, V> {
         self.shadow.get(key)
     }
 
+    /// What is in the map, zeros of arrays too.
+    fn held(&self, key: &K) -> Option<&V> {
+        self.shadow.get(key).or(self.absent.as_ref())
+    }
+
     /// Writes what is new or different; what failed stays as it was in the map and is tried again next time.
     pub(super) fn put_all(&mut self, wanted: &BTreeMap<K, V>, writer: &mut Writer) {
         let (keys, values): (Vec<K>, Vec<V>) =
-            wanted.iter().filter(|&(key, value)| self.shadow.get(key) != Some(value)).unzip();
+            wanted.iter().filter(|&(key, value)| self.held(key) != Some(value)).unzip();
         self.write(&keys, &values, writer);
     }
 
     /// Writes one entry if it is new or different. Whether it is in the map now.
     pub(super) fn put(&mut self, key: K, value: V, writer: &mut Writer) -> bool {
-        if self.shadow.get(&key) == Some(&value) {
+        if self.held(&key) == Some(&value) {
             return true;
         }
         self.write(&[key], &[value], writer) == 0
@@ -248,6 +253,10 @@ pub(super) mod tests {
         table.remove(1, &mut writer);
         assert_eq!((writer.writes, table.shadow().len()), (1, 0));
         assert_eq!(store.entries.lock().unwrap()[&1], 0);
+        // What is absent is zero already.
+        table.put_all(&BTreeMap::from([(1, 0), (2, 0)]), &mut writer);
+        assert!(table.put(3, 0, &mut writer));
+        assert_eq!(writer.writes, 1);
     }
 
     #[test]
