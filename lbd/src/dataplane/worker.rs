@@ -246,30 +246,36 @@ fn show_tags(shared: &Shared, record: &Record) {
 /// An interface that was made anew has lost its program. What fails is tried again. Whether something was attached.
 fn attach_again(shared: &Shared, attempts: &mut BTreeMap<String, Instant>) -> bool {
     const PAUSE: Duration = Duration::from_secs(1);
-    let mut engine = shared.engine();
-    let index = |name: &str| engine.facts.interfaces.get(name).map(|interface| interface.index);
-    let lost: Vec<(String, u32)> = engine
-        .nics
-        .values()
-        .filter(|nic| index(&nic.interface).is_some_and(|index| index != nic.index))
-        .map(|nic| (nic.interface.clone(), nic.slot))
-        .collect();
+    let lost: Vec<(String, u32, bool)> = {
+        let engine = shared.engine();
+        let index = |name: &str| engine.facts.interfaces.get(name).map(|interface| interface.index);
+        // All in one mode, as at the start.
+        let generic = |name: &str| engine.nics.values().any(|nic| nic.interface != name && nic.mode == Mode::Generic);
+        engine
+            .nics
+            .values()
+            .filter(|nic| index(&nic.interface).is_some_and(|index| index != nic.index))
+            .map(|nic| (nic.interface.clone(), nic.slot, generic(&nic.interface)))
+            .collect()
+    };
     let now = Instant::now();
     let mut any = false;
-    for (interface, slot) in lost {
+    for (interface, slot, generic) in lost {
         if attempts.get(&interface).is_some_and(|last| now.duration_since(*last) < PAUSE) {
             continue;
         }
         attempts.insert(interface.clone(), now);
         let mut loader = shared.loader.lock().unwrap_or_else(PoisonError::into_inner);
-        // All in one mode, as at the start.
-        let generic = engine.nics.values().any(|nic| nic.interface != interface && nic.mode == Mode::Generic);
+        // Not while the engine is locked: the kernel's verifier takes its time.
         let attached = loader
             .prepare(&interface, slot)
             .and_then(|loaded| if generic { loader.attach_generic(&loaded) } else { loader.attach(&loaded) });
         match attached {
             Ok(nic) => {
                 tracing::warn!("{interface} was made anew: attached again");
+                let mut engine = shared.engine();
+                // What was announced before there was somebody to answer.
+                engine.claims.came_up(nic.index, Instant::now());
                 engine.nics.insert(interface, nic);
                 any = true;
                 if let Err(error) = loader.own(engine.nics.values()) {
