@@ -93,7 +93,7 @@ impl fmt::Display for Report {
 
 /// A kind of established flows.
 #[derive(Clone, Copy)]
-struct Kind {
+pub struct Kind {
     /// In names of cases.
     name: &'static str,
     protocol: u8,
@@ -102,21 +102,26 @@ struct Kind {
     preserve_client: bool,
     /// Number of the VLAN tenant whose clients they are, else tenant a's.
     vlan: Option<usize>,
+    /// Spread over the counters of this many frontends; 0: all are the bench's own frontend's.
+    frontends: u32,
 }
 
-const TCP4: Kind = Kind {
+/// TCP through the bench's frontend.
+pub const TCP4: Kind = Kind {
     name: "tcp4",
     protocol: TCP,
     port: bench::PORT,
     target_port: bench::NODE_PORT,
     preserve_client: false,
     vlan: None,
+    frontends: 0,
 };
-const TCP6: Kind = Kind { name: "tcp6", ..TCP4 };
-const UDP4: Kind = Kind { name: "udp4", protocol: UDP, port: bench::UDP_PORT, ..TCP4 };
-const PRESERVE4: Kind = Kind { name: "tcp4_preserve", port: bench::PRESERVE_PORT, preserve_client: true, ..TCP4 };
+const SPREAD4: Kind = Kind { frontends: 20_000, ..TCP4 };
+const TCP6: Kind = Kind { name: "tcp6", ..SPREAD4 };
+const UDP4: Kind = Kind { name: "udp4", protocol: UDP, port: bench::UDP_PORT, ..SPREAD4 };
+const PRESERVE4: Kind = Kind { name: "tcp4_preserve", port: bench::PRESERVE_PORT, preserve_client: true, ..SPREAD4 };
 /// Another target port: on the hub its reverse tuples are apart from tenant a's.
-const VLAN4: Kind = Kind { name: "tcp4_vlan", target_port: bench::NODE_PORT + 1, vlan: Some(0), ..TCP4 };
+const VLAN4: Kind = Kind { name: "tcp4_vlan", target_port: bench::NODE_PORT + 1, vlan: Some(0), ..SPREAD4 };
 
 /// Runs all cases.
 pub fn datapath() -> Result<Report> {
@@ -125,7 +130,7 @@ pub fn datapath() -> Result<Report> {
     let mut bed = Bed::new(MANY_FLOWS)?;
     report.unit_ns = bed.driver::<Ipv4Addr>(&TCP4, 1, false)?.best(&bed, Target::Nothing)?;
     for (label, flows) in [("1", 1), ("10k", 10_000), ("1m", 1_000_000)] {
-        bed.establish::<Ipv4Addr>(&TCP4, flows)?;
+        establish::<Ipv4Addr>(&mut bed.datapath, &SPREAD4, flows)?;
         for reverse in [false, true] {
             let name = format!("tcp4_{}_{label}", direction(reverse));
             let mut driver = bed.driver::<Ipv4Addr>(&TCP4, flows, reverse)?;
@@ -137,7 +142,7 @@ pub fn datapath() -> Result<Report> {
             }
         }
         // Between the sizes of IPv4, so that neither family has the quieter minute.
-        bed.establish::<Ipv6Addr>(&TCP6, flows)?;
+        establish::<Ipv6Addr>(&mut bed.datapath, &TCP6, flows)?;
         for reverse in [false, true] {
             let name = format!("tcp6_{}_{label}", direction(reverse));
             let ns = bed.driver::<Ipv6Addr>(&TCP6, flows, reverse)?.net(&mut bed)?;
@@ -146,7 +151,7 @@ pub fn datapath() -> Result<Report> {
         if flows == 10_000 {
             for (kind, name) in [(UDP4, "udp4_forward_10k"), (PRESERVE4, "tcp4_preserve_10k"), (VLAN4, "tcp4_vlan_10k")]
             {
-                bed.establish::<Ipv4Addr>(&kind, flows)?;
+                establish::<Ipv4Addr>(&mut bed.datapath, &kind, flows)?;
                 let ns = bed.driver::<Ipv4Addr>(&kind, flows, false)?.net(&mut bed)?;
                 report.add(name, flows, ns, Some("tcp4_forward_10k"));
             }
@@ -207,56 +212,58 @@ fn tuples<I: Ip>(kind: &Kind, flow: u32) -> (abi::Tuple<I::Address>, abi::Tuple<
     (from, abi::Tuple::new(source, (backend.0, kind.target_port)))
 }
 
+/// Puts `flows` established flows of a kind into the map, just used, as nothing runs meanwhile.
+pub fn establish<I: Ip>(datapath: &mut Datapath, kind: &Kind, flows: u32) -> Result<()> {
+    // Next hops for their backends.
+    let mut hops: Array<_, abi::NextHop> = datapath.array(names::NEXT_HOPS)?;
+    let hop = hops.get(&u32::from(bench::node_hop(0)), 0)?;
+    for index in 0..500u32 {
+        hops.set(1000 + index, hop, 0)?;
+    }
+    let (segment, gateway) = match kind.vlan {
+        Some(which) => (bench::VLAN_SEGMENTS[which], bench::vlan_gateway_hop(which)),
+        None => (bench::TENANT_SEGMENT, bench::GATEWAY_HOP),
+    };
+    let state = abi::FLOW_REPLIED | if kind.protocol == UDP { abi::FLOW_UDP } else { 0 };
+    let now = datapath.tick()?;
+    let mut map = datapath.hash::<abi::FlowKey<I::Address>, abi::Flow<I::Address>>(I::FLOWS)?;
+    for flow in 0..flows {
+        let (from, to) = tuples::<I>(kind, flow);
+        let key = abi::FlowKey { tuple: from, segment, protocol: kind.protocol, pad: 0 };
+        let reverse_key = abi::FlowKey::reply(&to, bench::HUB_SEGMENT, kind.protocol);
+        let frontend = if kind.frontends == 0 { I::FRONTEND } else { (flow * 31 % kind.frontends) as u16 };
+        let forward = abi::Flow {
+            tuple: key.tuple,
+            segment: key.segment,
+            next_hop: (1000 + flow * 7 % 500) as u16,
+            to,
+            last_seen: now,
+            sequence: 1,
+            own: abi::Flow::<I::Address>::forward_own(now, 1),
+            frontend,
+            state,
+            ..abi::Flow::ZERO
+        };
+        let reverse = abi::Flow {
+            tuple: reverse_key.tuple,
+            segment: reverse_key.segment,
+            next_hop: gateway,
+            to: from.turned(),
+            own: bench::GATEWAY_MAC,
+            state: state | abi::FLOW_REVERSE,
+            ..forward
+        };
+        map.insert(key, forward, 0)?;
+        map.insert(reverse_key, reverse, 0)?;
+    }
+    Ok(())
+}
+
 impl Bed {
     fn new(max_flows: u32) -> Result<Self> {
         let mut datapath = Datapath::load(max_flows)?;
         bench::fill(&mut datapath, 3)?;
-        // Next hops for the backends of the established flows.
-        let mut hops: Array<_, abi::NextHop> = datapath.array(names::NEXT_HOPS)?;
-        let hop = hops.get(&u32::from(bench::node_hop(0)), 0)?;
-        for index in 0..500u32 {
-            hops.set(1000 + index, hop, 0)?;
-        }
         Ok(Self { datapath })
-    }
-
-    /// Puts `flows` established flows of a kind into the map, spread over 20,000 frontends' counters.
-    fn establish<I: Ip>(&mut self, kind: &Kind, flows: u32) -> Result<()> {
-        let (segment, gateway) = match kind.vlan {
-            Some(which) => (bench::VLAN_SEGMENTS[which], bench::vlan_gateway_hop(which)),
-            None => (bench::TENANT_SEGMENT, bench::GATEWAY_HOP),
-        };
-        let state = abi::FLOW_REPLIED | if kind.protocol == UDP { abi::FLOW_UDP } else { 0 };
-        let mut map = self.datapath.hash::<abi::FlowKey<I::Address>, abi::Flow<I::Address>>(I::FLOWS)?;
-        for flow in 0..flows {
-            let (from, to) = tuples::<I>(kind, flow);
-            let key = abi::FlowKey { tuple: from, segment, protocol: kind.protocol, pad: 0 };
-            let reverse_key = abi::FlowKey::reply(&to, bench::HUB_SEGMENT, kind.protocol);
-            let frontend = (flow * 31 % 20_000) as u16;
-            let forward = abi::Flow {
-                tuple: key.tuple,
-                segment: key.segment,
-                next_hop: (1000 + flow * 7 % 500) as u16,
-                to,
-                sequence: 1,
-                own: abi::Flow::<I::Address>::forward_own(1, 1),
-                frontend,
-                state,
-                ..abi::Flow::ZERO
-            };
-            let reverse = abi::Flow {
-                tuple: reverse_key.tuple,
-                segment: reverse_key.segment,
-                next_hop: gateway,
-                to: from.turned(),
-                own: bench::GATEWAY_MAC,
-                state: state | abi::FLOW_REVERSE,
-                ..forward
-            };
-            map.insert(key, forward, 0)?;
-            map.insert(reverse_key, reverse, 0)?;
-        }
-        Ok(())
     }
 
     /// A driver for established flows of a kind.

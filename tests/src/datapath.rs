@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
 
 use anyhow::{Context as _, Result, anyhow, bail};
-use aya::maps::{Array, HashMap, MapData, PerCpuArray, ProgramArray};
+use aya::maps::{Array, HashMap, MapData, PerCpuArray, ProgramArray, Queue};
 use aya::programs::{TestRun as _, TestRunOptions, Xdp};
 use aya::{Ebpf, EbpfLoader};
 use lbd_common::abi::{self, names};
@@ -56,6 +56,11 @@ pub const fn ifindex(nic: usize) -> u32 {
 impl Datapath {
     /// Loads the object that `lbd` embeds, with room for `max_flows` flows of each family.
     pub fn load(max_flows: u32) -> Result<Self> {
+        Self::load_with(max_flows, max_flows)
+    }
+
+    /// Loads the object that `lbd` embeds, with room for so many flows of IPv4 and of IPv6.
+    pub fn load_with(max_flows: u32, max_flows_v6: u32) -> Result<Self> {
         let object = lbd::dataplane::OBJECT;
         if object.is_empty() {
             bail!("lbd was built without its datapath: run `cargo xtask build` first");
@@ -70,8 +75,11 @@ impl Datapath {
                 &index,
                 true,
             );
-            for name in [names::FLOWS4, names::AGEING4, names::ENDED4, names::FLOWS6, names::AGEING6, names::ENDED6] {
+            for name in [names::FLOWS4, names::AGEING4, names::ENDED4] {
                 loader.map_max_entries(name, abi::flow_entries(max_flows));
+            }
+            for name in [names::FLOWS6, names::AGEING6, names::ENDED6] {
+                loader.map_max_entries(name, abi::flow_entries(max_flows_v6));
             }
             for name in names::SHARED {
                 loader.map_pin_path(name, pins.path().join(name));
@@ -105,7 +113,7 @@ impl Datapath {
         Ok(edge.fd()?.try_clone()?)
     }
 
-    /// For how many flows of each family there is room.
+    /// For how many IPv4 flows there is room.
     pub const fn max_flows(&self) -> u32 {
         self.max_flows
     }
@@ -140,6 +148,11 @@ impl Datapath {
     /// A hash map.
     pub fn hash<K: aya::Pod, V: aya::Pod>(&mut self, name: &str) -> Result<HashMap<&mut MapData, K, V>> {
         Ok(HashMap::try_from(self.nics[0].map_mut(name).ok_or_else(|| anyhow!("no map {name}"))?)?)
+    }
+
+    /// A queue.
+    pub fn queue<V: aya::Pod>(&mut self, name: &str) -> Result<Queue<&mut MapData, V>> {
+        Ok(Queue::try_from(self.nics[0].map_mut(name).ok_or_else(|| anyhow!("no map {name}"))?)?)
     }
 
     /// The reasons counted so far, by tenant and reason, summed over the CPUs; zero counts left out.

@@ -5,6 +5,7 @@ pub mod bench;
 pub mod bench_flows;
 pub mod datapath;
 pub mod driver;
+pub mod exchange;
 pub mod lab;
 pub mod packets;
 pub mod predecessor;

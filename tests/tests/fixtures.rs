@@ -8,18 +8,15 @@ use lbd_common::checksum::Delta;
 use lbd_common::reason::Reason;
 use lbd_common::tcp::{ACK, FIN, RST, SYN};
 use lbd_tests::datapath::{DROP, Datapath, HUB_NIC, Outcome, PASS, REDIRECT, TENANT_NIC, TX, bench};
+use lbd_tests::exchange::{self, BACKEND_SEQUENCE, age, connect, forwarded, half_open, only, send};
 use lbd_tests::packets::{self, bytes, client};
 
 /// What is not of one family is tested with IPv4; its twins with both are in `fixtures_families`.
 type Segment = packets::Segment<Ipv4Addr>;
 
-const BACKEND_SEQUENCE: u32 = 0x5566_7788;
-
 /// A datapath with one node behind the frontend: what is chosen is known.
 fn one_node() -> Result<Datapath> {
-    let mut datapath = Datapath::load(1024)?;
-    bench::fill(&mut datapath, 1)?;
-    Ok(datapath)
+    exchange::datapath(1)
 }
 
 /// The golden packets.
@@ -34,29 +31,6 @@ fn vector(id: &str) -> Result<(Vec<u8>, Option<Vec<u8>>)> {
 /// A node's answer to what it has received.
 fn answer(received: &Segment, flags: u8, sequence: u32) -> Segment {
     received.answer(flags, sequence)
-}
-
-fn send(datapath: &Datapath, nic: usize, segment: &Segment) -> Result<Outcome> {
-    datapath.run(nic, &segment.frame())
-}
-
-/// Sends a segment that must be forwarded to the other side; gives what arrives there.
-fn forwarded(datapath: &Datapath, nic: usize, segment: &Segment) -> Result<Segment> {
-    let outcome = send(datapath, nic, segment)?;
-    anyhow::ensure!(outcome.action == REDIRECT, "not forwarded: action {} of {segment:?}", outcome.action);
-    Segment::parse(&outcome.frame)
-}
-
-/// Three-way handshake; gives what the node saw in the SYN.
-fn connect(datapath: &Datapath, source: (Ipv4Addr, u16)) -> Result<Segment> {
-    let syn = forwarded(datapath, TENANT_NIC, &client(source, SYN, 1000, 0))?;
-    forwarded(datapath, HUB_NIC, &answer(&syn, SYN | ACK, BACKEND_SEQUENCE))?;
-    forwarded(datapath, TENANT_NIC, &client(source, ACK, 1001, BACKEND_SEQUENCE + 1))?;
-    Ok(syn)
-}
-
-fn only(reason: Reason, count: u64) -> BTreeMap<(u16, Reason), u64> {
-    BTreeMap::from([((bench::TENANT, reason), count)])
 }
 
 /// `out` as it is for the SNAT port that was really chosen: the golden packets name an example.
@@ -206,6 +180,23 @@ fn a11_ethernet_padding_is_not_payload() -> Result<()> {
 
 #[test]
 #[ignore = "needs root"]
+fn a12_a_udp_checksum_of_zero_stays_zero_and_one_that_becomes_zero_is_sent_as_all_ones() -> Result<()> {
+    // The vectors' outputs are for these SNAT ports.
+    for (id, port) in [("P08", 20004), ("P09", 20005)] {
+        let mut datapath = one_node()?;
+        let (_, frontend) = bench::udp_frontend::<Ipv4Addr>(1);
+        datapath.set_frontend(abi::Frontend { snat_first: port, snat_last: port, ..frontend })?;
+        let (input, output) = vector(id)?;
+        let outcome = datapath.run(TENANT_NIC, &input)?;
+        assert_eq!(outcome, Outcome { action: REDIRECT, frame: output.context("an output")? }, "{id}");
+        packets::Datagram::<Ipv4Addr>::parse(&outcome.frame)?;
+        assert_eq!(datapath.reasons()?, BTreeMap::new(), "{id}");
+    }
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs root"]
 fn a13_damage_in_transit_stays_visible() -> Result<()> {
     let datapath = one_node()?;
     let port = connect(&datapath, (bench::CLIENT, 40002))?.source.1;
@@ -235,8 +226,12 @@ fn a37_a_frame_for_another_station_is_passed_up_unchanged() -> Result<()> {
 
 #[test]
 #[ignore = "needs root"]
-fn a_tagged_frame_on_an_untagged_segment_is_not_translated() -> Result<()> {
+fn a22_a_tagged_frame_on_an_untagged_segment_is_not_translated() -> Result<()> {
     let mut datapath = one_node()?;
+    for vlan in bench::VLANS {
+        let slot = abi::segment_index(TENANT_NIC as u32, vlan);
+        datapath.array(names::SEGMENTS)?.set(slot, abi::Segment::ZERO, 0)?;
+    }
     let (input, _) = vector("P20")?;
     assert_eq!(datapath.run(TENANT_NIC, &input)?, Outcome { action: PASS, frame: input });
     assert_eq!(datapath.reasons()?, BTreeMap::from([((0, Reason::UnknownVlan), 1)]));
@@ -248,8 +243,6 @@ fn a_tagged_frame_on_an_untagged_segment_is_not_translated() -> Result<()> {
 fn what_is_not_served_yet_is_dropped_under_its_own_reason() -> Result<()> {
     let cases = [
         ("P03", Reason::IpOptions),
-        ("P08", Reason::UnservedProtocol),
-        ("P09", Reason::UnservedProtocol),
         ("P11", Reason::Icmp),
         ("P13a", Reason::FragmentOrphan),
         ("P13b", Reason::FragmentOrphan),
@@ -287,6 +280,57 @@ fn an_unserved_port_and_a_frontend_without_backends_are_refused_with_a_reset() -
     assert_eq!((reset.flags, reset.acknowledgement), (RST | ACK, 8));
     assert_eq!(datapath.reasons()?, only(Reason::NoBackend, 1));
     assert_eq!(datapath.frontend_counters(bench::FRONTEND)?.refused, 1);
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs root"]
+fn a31_what_a_vip_does_not_serve_is_answered_or_dropped_and_never_sent_on() -> Result<()> {
+    let mut datapath = one_node()?;
+    let (input, _) = vector("P21")?;
+    assert_eq!(datapath.run(TENANT_NIC, &input)?.action, TX, "TCP: refused");
+    assert_eq!(datapath.reasons()?, only(Reason::Unserved, 1));
+    let (gre, _) = vector("P22")?;
+    for protocol in [47u8, 50, 132] {
+        let mut frame = gre.clone();
+        frame[23] = protocol;
+        let mut ip = etherparse::Ipv4Header::from_slice(&frame[14..])?.0;
+        ip.header_checksum = ip.calc_header_checksum();
+        frame[24..26].copy_from_slice(&ip.header_checksum.to_be_bytes());
+        assert_eq!(datapath.run(TENANT_NIC, &frame)?, Outcome { action: DROP, frame }, "protocol {protocol}");
+    }
+    assert_eq!(datapath.reasons()?.get(&(bench::TENANT, Reason::UnservedProtocol)), Some(&3));
+    assert_eq!(datapath.live_halves()?, 0);
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs root"]
+fn a35_sources_that_no_client_can_have_are_dropped() -> Result<()> {
+    let mut datapath = one_node()?;
+    let (input, _) = vector("P17")?;
+    assert_eq!(datapath.run(TENANT_NIC, &input)?, Outcome { action: DROP, frame: input });
+    assert_eq!(datapath.reasons()?, only(Reason::BadSource, 1));
+    let impossible = [
+        Ipv4Addr::UNSPECIFIED,
+        Ipv4Addr::new(0, 1, 2, 3),
+        Ipv4Addr::LOCALHOST,
+        Ipv4Addr::new(224, 0, 0, 1),
+        Ipv4Addr::BROADCAST,
+        Ipv4Addr::new(240, 0, 0, 1),
+        bench::NODES[0],
+        bench::TENANT_ADDRESS,
+    ];
+    for address in impossible {
+        for frame in
+            [client((address, 40000), SYN, 1, 0).frame(), packets::query((address, 40000), b"question").frame()]
+        {
+            assert_eq!(datapath.run(TENANT_NIC, &frame)?, Outcome { action: DROP, frame }, "{address}");
+        }
+    }
+    assert_eq!(datapath.reasons()?, only(Reason::BadSource, 1 + 2 * impossible.len() as u64));
+    assert_eq!(datapath.live_halves()?, 0);
+    assert_eq!(datapath.used::<Ipv4Addr>(bench::TENANT)?, abi::FamilyUse::ZERO);
     Ok(())
 }
 
@@ -638,15 +682,6 @@ fn limits_of_a_tenant_refuse_its_new_connections_only() -> Result<()> {
     Ok(())
 }
 
-fn age(datapath: &Datapath, rounds: u32) -> Result<()> {
-    for _ in 0..rounds {
-        let request = abi::ControlRequest4 { command: abi::control::AGE, count: 64, ..abi::ControlRequest4::ZERO };
-        datapath.control(&request)?;
-        std::thread::sleep(std::time::Duration::from_millis(120));
-    }
-    Ok(())
-}
-
 #[test]
 #[ignore = "needs root"]
 fn flows_end_by_the_clock_hand_and_both_halves_together() -> Result<()> {
@@ -900,13 +935,6 @@ fn a08_the_mss_is_lowered_to_what_fits_and_nothing_else_is_touched() -> Result<(
     let outcome = datapath.run(TENANT_NIC, &syn_with_options((bench::CLIENT, 42000), &mss(1460), &[], SYN))?;
     assert_eq!(outcome.frame[54..58], mss(1460));
     Ok(())
-}
-
-/// SYN and SYN-ACK: what the node saw.
-fn half_open(datapath: &Datapath, source: (Ipv4Addr, u16)) -> Result<Segment> {
-    let syn = forwarded(datapath, TENANT_NIC, &client(source, SYN, 1000, 0))?;
-    forwarded(datapath, HUB_NIC, &answer(&syn, SYN | ACK, BACKEND_SEQUENCE))?;
-    Ok(syn)
 }
 
 /// Gives the frontend another NodePort, and says of the old one whether another frontend has it now.

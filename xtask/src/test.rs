@@ -65,7 +65,9 @@ impl Suite {
     /// Packages and test binaries whose tests with `#[ignore = "needs root"]` are this suite's.
     fn binaries(self) -> Result<Vec<(&'static str, String)>> {
         let prefixes: &[(&'static str, &str)] = match self {
-            Self::Fixtures => &[("lbd-tests", "fixtures"), ("lbd-tests", "races"), ("lbd-tests", "programs")],
+            Self::Fixtures => {
+                &[("lbd-tests", "fixtures"), ("lbd-tests", "races"), ("lbd-tests", "programs"), ("lbd-tests", "floods")]
+            }
             Self::Netns => &[("lbd-tests", "netns_"), ("lbd", "dataplane")],
             Self::Kubernetes => &[("lbd-tests", "kubernetes")],
             Self::Unit | Self::Kernels | Self::Fuzz => &[],
