@@ -75,12 +75,13 @@ pub fn only(reason: Reason, count: u64) -> BTreeMap<(u16, Reason), u64> {
     BTreeMap::from([((bench::TENANT, reason), count)])
 }
 
-/// Turns the clock hand `rounds` times; two ticks pass between.
-pub fn age(datapath: &Datapath, rounds: u32) -> Result<()> {
-    for _ in 0..rounds {
+/// Turns the clock hand until `ticks` have passed.
+pub fn age(datapath: &Datapath, ticks: u32) -> Result<()> {
+    let begun = datapath.tick()?;
+    while datapath.tick()?.wrapping_sub(begun) <= ticks {
         let request = abi::ControlRequest4 { command: abi::control::AGE, count: 64, ..abi::ControlRequest4::ZERO };
         datapath.control(&request)?;
-        std::thread::sleep(std::time::Duration::from_millis(150));
+        std::thread::sleep(std::time::Duration::from_millis(10));
     }
     Ok(())
 }

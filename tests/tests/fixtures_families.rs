@@ -259,6 +259,16 @@ fn a38_a_syn_on_a_closing_flow_is_chosen_anew_and_on_a_live_one_changes_nothing<
     let (forward, _) = halves::<I>(&mut datapath, &key(source, bench::PORT, TCP))?;
     assert_eq!(forward.to.destination().ip(), second.destination.0.into());
     assert_eq!(datapath.used::<I>(bench::TENANT)?.flows, 1);
+    // Without a FIN, too, if the backend takes no new connections: it drains.
+    let id = u32::from(I::FIRST_BACKEND) + 1 - gone;
+    let mut backends = datapath.array::<abi::Backend>(names::BACKENDS)?;
+    let backend = backends.get(&id, 0)?;
+    backends.set(id, abi::Backend { flags: abi::BACKEND_PRESENT, ..backend }, 0)?;
+    forwarded(&datapath, TENANT_NIC, &client(source, ACK, 9001, 501))?;
+    forwarded(&datapath, TENANT_NIC, &client(source, SYN, 55_000, 0))?;
+    assert_eq!(datapath.flows::<I>()?.len(), 0);
+    let used = datapath.used::<I>(bench::TENANT)?;
+    assert_eq!((used.flows, used.half_open), (0, 1));
     Ok(())
 }
 

@@ -347,6 +347,40 @@ fn flows_of_one_tenant_do_not_take_anothers_place() -> Result<()> {
     Ok(())
 }
 
+#[test]
+#[ignore = "needs root"]
+fn timeouts_shrink_with_the_tenants_own_fill_and_established_connections_never_do() -> Result<()> {
+    let mut datapath = datapath(1)?;
+    let limits = abi::FamilyLimits { flows: 8, udp: 4, ..abi::FamilyLimits::ZERO };
+    datapath.limit::<Ipv4Addr>(bench::TENANT, limits)?;
+    datapath.set_timeouts(abi::Timeouts { tcp_reset: 160, udp_replied: 160, ..bench::timeouts() })?;
+    let reset = client((bench::CLIENT, 1), RST, 1001, 0);
+    for port in 1..=4 {
+        ask(&datapath, (bench::CLIENT, port))?;
+        connect(&datapath, (bench::CLIENT, port))?;
+    }
+    forwarded(&datapath, TENANT_NIC, &reset)?;
+    connect_in(&datapath, bench::VLANS[0], (bench::CLIENT, 1))?;
+    to_hub(&datapath, bench::VLANS[0], &reset)?;
+    let before = counted(&mut datapath, 0)?;
+    age(&datapath, 75)?;
+    // At its limits, tenant a's times are an eighth; tenant b is far from any.
+    assert_eq!(counted(&mut datapath, 0)?, before);
+    let flows = datapath.flows::<Ipv4Addr>()?;
+    let left = |protocol: u8, port: u16| {
+        let destination = if protocol == TCP { bench::PORT } else { bench::UDP_PORT };
+        let tuple = abi::Tuple4::new((bench::CLIENT, port), (bench::VIP, destination));
+        flows.contains_key(&abi::FlowKey4 { tuple, segment: bench::TENANT_SEGMENT, protocol, pad: 0 })
+    };
+    assert!(!left(TCP, 1), "the connection that was reset");
+    assert_eq!((2..=4).filter(|&port| left(TCP, port)).count(), 3, "established connections");
+    let used = datapath.used::<Ipv4Addr>(bench::TENANT)?;
+    // The fewer there are, the longer they live: below its half a tenant has the whole time.
+    assert!((2..=3).contains(&used.udp), "{used:?}");
+    assert_eq!(used.flows, 3 + used.udp);
+    Ok(())
+}
+
 /// What a forged packet must not move of a half: all but the counts of what was forwarded.
 fn unmoved(datapath: &mut Datapath) -> Result<BTreeMap<abi::FlowKey4, abi::Flow4>> {
     let mut flows = datapath.flows::<Ipv4Addr>()?;
@@ -398,6 +432,31 @@ fn forged_packets_move_neither_replies_nor_state_nor_timeouts() -> Result<()> {
     }
     let used = datapath.used::<Ipv4Addr>(bench::TENANT)?;
     assert_eq!((used.flows, used.half_open), (2, 0));
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs root"]
+fn a_client_that_moves_to_another_mac_is_found_again_by_what_it_sends_again() -> Result<()> {
+    let datapath = datapath(1)?;
+    let near = (bench::ON_LINK_CLIENT, 40000);
+    let (old, new) = ([2, 0, 0, 0, 1, 0x60], [2, 0, 0, 0, 1, 0x61]);
+    let from = |source_mac, segment: Segment| Segment { source_mac, ..segment };
+    let syn = forwarded(&datapath, TENANT_NIC, &from(old, client(near, SYN, 1000, 0)))?;
+    forwarded(&datapath, HUB_NIC, &syn.answer(SYN | ACK, BACKEND_SEQUENCE))?;
+    forwarded(&datapath, TENANT_NIC, &from(old, client(near, ACK, 1001, BACKEND_SEQUENCE + 1)))?;
+    let mut data = client(near, ACK, 1001, BACKEND_SEQUENCE + 1);
+    data.payload = b"again".to_vec();
+    forwarded(&datapath, TENANT_NIC, &from(old, data.clone()))?;
+    let at = |datapath: &Datapath| -> Result<[u8; 6]> {
+        Ok(forwarded(datapath, HUB_NIC, &syn.answer(ACK, BACKEND_SEQUENCE + 1))?.destination_mac)
+    };
+    // Who knows the client's number only is not the client.
+    let guess = Segment { acknowledgement: BACKEND_SEQUENCE.wrapping_add(1 << 30), ..data.clone() };
+    forwarded(&datapath, TENANT_NIC, &from(new, guess))?;
+    assert_eq!(at(&datapath)?, old);
+    forwarded(&datapath, TENANT_NIC, &from(new, data))?;
+    assert_eq!(at(&datapath)?, new);
     Ok(())
 }
 
