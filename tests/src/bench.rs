@@ -125,6 +125,7 @@ const VLAN4: Kind = Kind { name: "tcp4_vlan", target_port: bench::NODE_PORT + 1,
 
 /// Runs all cases.
 pub fn datapath() -> Result<Report> {
+    let both = two_cpus();
     on_cpu(nix::sched::sched_getcpu()?)?;
     let mut report = Report { unit_ns: 0.0, bare_lookup_1m_ns: 0.0, cases: Vec::new() };
     let mut bed = Bed::new(MANY_FLOWS)?;
@@ -162,7 +163,7 @@ pub fn datapath() -> Result<Report> {
     let (open, promote) = bed.openings()?;
     report.add("tcp4_new_flow", OPENINGS, open, None);
     report.add("tcp4_promote", OPENINGS, promote, None);
-    let (one, two) = bed.openings_on_cpus()?;
+    let (one, two) = bed.openings_on_cpus(both)?;
     report.add("tcp4_new_flow_1cpu", OPENINGS, one, None);
     if let Some(two) = two {
         report.add("tcp4_new_flow_2cpu", OPENINGS, two, Some("tcp4_new_flow_1cpu"));
@@ -328,21 +329,19 @@ impl Bed {
     }
 
     /// Nanoseconds, net, that a CPU takes to open a connection: alone, and while another CPU does the same.
-    fn openings_on_cpus(&mut self) -> Result<(f64, Option<f64>)> {
+    fn openings_on_cpus(&mut self, both: bool) -> Result<(f64, Option<f64>)> {
         let base = self.client_driver(SYN, 0, 0)?.best(self, Target::Nothing)?;
         let (mut one, mut two) = (f64::MAX, f64::MAX);
         for _ in 0..ROUNDS {
             one = one.min(self.open_together(1)?.context("one CPU waits for nobody")? - base);
-            if two_cpus()
-                && let Some(ns) = self.open_together(2)?
-            {
+            if both && let Some(ns) = self.open_together(2)? {
                 two = two.min(ns - base);
             }
         }
         // Back to the CPU that the other cases run on.
         on_cpu(nix::sched::sched_getcpu()?)?;
-        ensure!(!two_cpus() || two < f64::MAX, "two CPUs never began together");
-        Ok((one, two_cpus().then_some(two)))
+        ensure!(!both || two < f64::MAX, "two CPUs never began together");
+        Ok((one, both.then_some(two)))
     }
 
     /// Opens connections on `cpus` CPUs at once; nanoseconds for each on the slowest, or `None` if they did not meet.
@@ -457,10 +456,9 @@ fn packet<I: Ip>(kind: &Kind, reverse: bool, flow: u32) -> Vec<u8> {
     let frame = if kind.protocol == UDP {
         Datagram { source_mac, destination_mac, source, destination, ..query(client_side, b"0123456789") }.frame()
     } else {
-        // IPv4: ten bytes of payload make a packet of 64 bytes.
-        let payload = if I::IS_V6 { Vec::new() } else { b"0123456789".to_vec() };
+        // Without payload: sent again and again, data would be a retransmission, which is looked at closer.
         let ack = client(client_side, ACK, 1, 1);
-        Segment { source_mac, destination_mac, source, destination, payload, ..ack }.frame()
+        Segment { source_mac, destination_mac, source, destination, ..ack }.frame()
     };
     match kind.vlan {
         Some(which) => tagged(&padded(frame), bench::VLANS[which]),

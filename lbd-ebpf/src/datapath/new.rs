@@ -163,9 +163,7 @@ pub(crate) fn prove<A: Tables>(context: &XdpContext) -> Outcome {
     // SAFETY: this CPU's value.
     let hash = unsafe { hash::flow(&settings.seed, &(*making).key) };
     let Some(found) = of_client::<A>(hash, first_port(making, frontend, hash), now) else {
-        let adopting = frontend.flags & FRONTEND_ADOPT != 0
-            && settings.adopts(now)
-            && flags & (ACK | RST) == ACK;
+        let adopting = frontend.flags & FRONTEND_ADOPT != 0 && settings.adopts(now) && flags & (ACK | RST) == ACK;
         return if adopting { packet.arrival.go(context, A::STAGES.adopt) } else { Err(no(Reason::NoFlow)) };
     };
     // SAFETY: this CPU's value.
