@@ -112,6 +112,9 @@ fn the_dual_bench_carries_tcp_and_udp_of_both_families() -> Result<()> {
         ensure!(report.refused == 2 && report.refused_ms < 1_000, "{report:?}");
         let node = lab::socket(&Bench::node_address(1, v6), Bench::NODE_PORT);
         ensure!(lab::get(&bench.lb, &node, false)?.name == "n2", "the hub is not reached");
+        ensure!(
+            lab::ping(&bench.far, near)? && !lab::ping(&bench.near, if v6 { "2001:db8:a::99" } else { "192.0.2.99" })?
+        );
         ensure!(lab::get_with(&bench.near, &node, false, &["--limit", "1"]).is_err(), "the tenant reaches the hub");
         let watch = Watch::start(&bench.lab, &bench.far, &lab::socket(near, 80), 3, 20)?;
         let steady = Datagrams::start(&bench.lab, &bench.far, &target, 2, 20)?;

@@ -9,7 +9,13 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result, bail, ensure};
 use nix::sys::signal::Signal;
 
+use aya::maps::{Map, MapData};
+use lbd_common::abi;
+
 use super::{Lab, Namespace, Process, binary, lock};
+
+/// Only what is there is changed.
+const BPF_EXIST: u64 = 2;
 
 /// An agent with its configuration file and state directory. Dropping it kills the process; the datapath stays in the namespace.
 #[derive(Debug)]
@@ -160,12 +166,11 @@ impl Agent {
         }
     }
 
-    /// Packets by reason that the tenant's counters hold; `None`: those of no tenant.
-    pub fn reasons(&self, tenant: Option<&str>) -> Result<BTreeMap<String, u64>> {
+    fn rows(&self, wanted: impl Fn(&serde_json::Value) -> bool) -> Result<BTreeMap<String, u64>> {
         let list = self.lbctl_json(&["drops"])?;
         let rows = list.as_array().with_context(|| format!("lbctl drops printed no list: {list}"))?;
         let mut reasons = BTreeMap::new();
-        for row in rows.iter().filter(|row| row["tenant"].as_str() == tenant) {
+        for row in rows.iter().filter(|row| wanted(row)) {
             let (reason, packets) = (row["reason"].as_str(), row["packets"].as_u64());
             let (reason, packets) =
                 reason.zip(packets).with_context(|| format!("a row of lbctl drops is unreadable: {row}"))?;
@@ -174,11 +179,39 @@ impl Agent {
         Ok(reasons)
     }
 
+    /// Packets by reason that the tenant's counters hold; `None`: those of no tenant.
+    pub fn reasons(&self, tenant: Option<&str>) -> Result<BTreeMap<String, u64>> {
+        self.rows(|row| row["tenant"].as_str() == tenant)
+    }
+
+    /// Those that were dropped or refused.
+    pub fn losses(&self, tenant: Option<&str>) -> Result<BTreeMap<String, u64>> {
+        self.rows(|row| row["tenant"].as_str() == tenant && matches!(row["verdict"].as_str(), Some("drop" | "reject")))
+    }
+
     /// Packets of one reason, of all tenants and of none.
     pub fn reason(&self, reason: &str) -> Result<u64> {
-        let list = self.lbctl_json(&["drops"])?;
-        let rows = list.as_array().with_context(|| format!("lbctl drops printed no list: {list}"))?;
-        Ok(rows.iter().filter(|row| row["reason"] == reason).filter_map(|row| row["packets"].as_u64()).sum())
+        Ok(self.rows(|row| row["reason"] == reason)?.values().sum())
+    }
+
+    /// Makes all IPv4 flows look as if nothing had come for so much longer. They must be idle: what comes meanwhile is not counted.
+    pub fn age_flows(&self, age: Duration) -> Result<usize> {
+        let pins = self.namespace.outside(format!("/sys/fs/bpf/lbd/v{}", abi::ABI_VERSION));
+        let open = |name: &str| {
+            let path = pins.join(name);
+            MapData::from_pin(&path).with_context(|| format!("cannot open {}", path.display()))
+        };
+        let settings = aya::maps::Array::<_, abi::Settings>::try_from(Map::Array(open(abi::names::SETTINGS)?))?;
+        let ticks = age.as_millis() * u128::from(settings.get(&0, 0)?.ticks_per_second_256) / 256_000;
+        let ticks = u32::try_from(ticks).context("an age of years")?;
+        let mut flows =
+            aya::maps::HashMap::<_, abi::FlowKey4, abi::Flow4>::try_from(Map::HashMap(open(abi::names::FLOWS4)?))?;
+        let all = flows.iter().collect::<Result<Vec<_>, _>>()?;
+        for (key, mut flow) in all.iter().copied() {
+            flow.last_seen = flow.last_seen.wrapping_sub(ticks);
+            flows.insert(key, flow, BPF_EXIST)?;
+        }
+        Ok(all.len())
     }
 
     /// Waits until this many backends are up, as `lbctl backends` lists them.

@@ -13,12 +13,15 @@ mod binaries;
 mod bpf;
 mod capture;
 mod cleanup;
+mod craft;
 mod frame;
 mod namespace;
 mod peer;
+mod ping;
 mod process;
 mod raw;
 mod spawner;
+mod suite;
 mod topology;
 mod wait;
 
@@ -38,14 +41,19 @@ pub use api::Api;
 pub use binaries::binary;
 pub use bpf::{XdpMode, XdpProgram, XdpVerdict};
 pub use capture::{Capture, Captured, Filter, Keep, Summary, write_pcap};
+pub use craft::{
+    BROADCAST, Way, announcement, icmp_frame, icmp6_frame, protocol_frame, solicited_group, tcp_frame, udp_frame,
+};
 pub use frame::{Arp, Packet, Ports, arp, describe, packet, ports, verify};
 pub use namespace::Namespace;
 pub use peer::{
     Answer, Arrived, DatagramReport, Datagrams, Hold, HoldReport, Listener, LoadReport, Peer, Tick, Ticker, Transfer,
     Watch, datagrams, get, get_with, load, load_with, socket, transfer,
 };
+pub use ping::ping;
 pub use process::Process;
 pub use raw::{Arrival, PacketSocket, mac_bytes, send_frame, send_frames, tagged};
+pub use suite::{Untouched, fast, now_ms};
 pub use topology::{Bench, Seed, Trunk};
 pub use wait::{eventually, wait_until};
 
