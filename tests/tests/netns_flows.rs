@@ -77,7 +77,7 @@ fn a38_a_crashed_client_comes_again_from_the_same_port() -> Result<()> {
 }
 
 /// One hundred ports and one node.
-fn scarce(text: String) -> String {
+fn scarce(text: &str) -> String {
     text.replace("snat: [10.0.0.2]\n", "snat: [10.0.0.2]\n    snat_ports: 20000-20099\n").replacen(
         "[10.0.0.11, 10.0.0.12, 10.0.0.13]",
         "[10.0.0.11]",
@@ -88,7 +88,7 @@ fn scarce(text: String) -> String {
 fn scarce_bench(name: &str) -> Result<(Bench, Vec<Peer>, Agent)> {
     let bench = Bench::new(name)?;
     let servers = bench.serve_nodes(&[Bench::NODE_PORT])?;
-    let agent = Agent::new(&bench.lab, &bench.lb, &scarce(Bench::configuration("")))?;
+    let agent = Agent::new(&bench.lab, &bench.lb, &scarce(&Bench::configuration("")))?;
     agent.start(&bench.lab)?;
     // Connections would use ports up: ask the agent instead.
     agent.wait_backends_up(4)?;
