@@ -496,6 +496,8 @@ fn b53_no_backend_refuses_at_once_and_recovers() -> Result<()> {
     let servers = serve()?;
     api.create(&apiserver::service("clusters-tenant-a", "kube-apiserver", "LoadBalancer", &[(6443, 30918)]))?;
     seed.wait_served(target, false, Duration::from_secs(10))?;
+    // Closed connections stay for a minute.
+    let closed = agent.flows(&["--vip", target])?.len();
     let refused = |what: &str| -> Result<()> {
         for client in [&seed.client, &seed.far] {
             let report = lab::load(client, target, false, 200)?;
@@ -503,8 +505,8 @@ fn b53_no_backend_refuses_at_once_and_recovers() -> Result<()> {
             ensure!(report.slowest_ms < 1_000, "{what}: a refusal took {} ms", report.slowest_ms);
         }
         lab::wait_until(Duration::from_secs(20), &format!("{what}: nothing piles up"), || {
-            let left = agent.flows(&["--vip", target])?;
-            ensure!(left.is_empty(), "{} flows", left.len());
+            let left = agent.flows(&["--vip", target])?.len();
+            ensure!(left <= closed, "{left} flows, {closed} before");
             Ok(true)
         })
     };
