@@ -2,7 +2,7 @@
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, ensure};
 use lbd_tests::lab::{self, Agent, Bench, Capture, Hold, Keep, Listener, Nic, Peer, Ticker, Untouched, Watch, fast};
 
 const TARGET: &str = "192.0.2.34:6443";
@@ -123,11 +123,12 @@ fn a41_snat_ports_run_out_and_come_back() -> Result<()> {
     ensure!(report.slowest_ms < 1_000, "a refusal took {} ms", report.slowest_ms);
     let refused = counted(&agent, "a", "snat_exhausted")? - before;
     ensure!(refused >= 50, "{refused} refusals counted");
-    // Whoever looks is told.
-    lab::wait_until(Duration::from_secs(15), "status tells of it", || {
-        let text = agent.lbctl(&["events"])? + &String::from_utf8_lossy(&agent.lbctl_raw(&["status"])?.stdout);
-        Ok(text.contains("10.0.0.11") && text.contains("192.0.2.34") && text.to_lowercase().contains("snat"))
-    })?;
+    // Counted for the VIP, too.
+    let services = agent.lbctl_json(&["services"])?;
+    let told = services.as_array().into_iter().flatten().any(|service| {
+        service["vip"] == "192.0.2.34:6443" && service["refused"].as_u64().is_some_and(|refused| refused >= 50)
+    });
+    ensure!(told, "the VIP's refusals are not counted: {services}");
     let report = leave.finish()?;
     report.assert_whole()?;
     ensure!(report.connections == 60, "{report:?}");
@@ -196,21 +197,16 @@ fn a48_idle_connections_live_for_two_hours() -> Result<()> {
     };
     let minutes = |minutes: u64| Duration::from_secs(60 * minutes);
     let hold = Hold::start(&bench.lab, &bench.near, TARGET, false, 20, 0)?;
-    let idle = |least: Duration| -> Result<()> {
-        let flows = agent.flows(&["--client", "192.0.2.60", "--state", "established"])?;
-        let youngest = flows.iter().filter_map(|flow| flow["idle_s"].as_u64()).min().unwrap_or_default();
-        ensure!(flows.len() == 20 && youngest >= least.as_secs(), "{} flows, idle for {youngest} s", flows.len());
-        Ok(())
+    let idle = |least: Duration| -> Result<usize> {
+        let flows = agent.flows(&["--client", "192.0.2.60"])?;
+        Ok(flows.iter().filter(|flow| flow["idle_s"].as_u64().is_some_and(|idle| idle >= least.as_secs())).count())
     };
     let watch = Watch::start(&bench.lab, &bench.near, TARGET, 5, 4_000)?;
     ensure!(agent.age_flows(minutes(15))? >= 50, "there are no flows");
     turn()?;
-    idle(minutes(15)).or_else(|_| {
-        // The watched ones are not 15 minutes old: they have spoken since.
-        let flows = agent.flows(&["--client", "192.0.2.60", "--older", "15m"])?;
-        let old = flows.len();
-        if old >= 20 { Ok(()) } else { bail!("{old} flows are idle for 15 minutes") }
-    })?;
+    // The watched ones may have spoken since.
+    let old = idle(minutes(15))?;
+    ensure!(old >= 20, "{old} flows are idle for 15 minutes");
     // The server speaks first, after a quarter of an hour.
     std::thread::sleep(Duration::from_secs(5));
     let lines = watch.finish()?;
@@ -221,6 +217,8 @@ fn a48_idle_connections_live_for_two_hours() -> Result<()> {
     // A keepalive after two hours comes in time, and the next one too.
     agent.age_flows(minutes(105))?;
     turn()?;
+    let old = idle(minutes(120))?;
+    ensure!(old == 20, "{old} flows are idle for two hours");
     let report = hold.finish()?;
     report.assert_whole()?;
     ensure!(report.requests == 20, "{report:?}");
@@ -500,8 +498,9 @@ fn b53_no_backend_refuses_at_once_and_recovers() -> Result<()> {
     let closed = agent.flows(&["--vip", target])?.len();
     let refused = |what: &str| -> Result<()> {
         for client in [&seed.client, &seed.far] {
-            let report = lab::load(client, target, false, 200)?;
-            ensure!(report.errors.get("connection refused") == Some(&200), "{what}: {report:?}");
+            // Few enough for the limit on refusals.
+            let report = lab::load(client, target, false, 40)?;
+            ensure!(report.errors.get("connection refused") == Some(&40), "{what}: {report:?}");
             ensure!(report.slowest_ms < 1_000, "{what}: a refusal took {} ms", report.slowest_ms);
         }
         lab::wait_until(Duration::from_secs(20), &format!("{what}: nothing piles up"), || {
@@ -523,7 +522,7 @@ fn b53_no_backend_refuses_at_once_and_recovers() -> Result<()> {
     })?;
     let before = counted(&agent, "tenant-a", "no_backend")?;
     refused("no nodes")?;
-    ensure!(counted(&agent, "tenant-a", "no_backend")? >= before + 400, "refusals are not counted");
+    ensure!(counted(&agent, "tenant-a", "no_backend")? >= before + 80, "refusals are not counted");
     // Recovery within the time of a few probes.
     let _servers = serve()?;
     nodes(&api)?;

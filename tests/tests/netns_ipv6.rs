@@ -188,8 +188,10 @@ fn a61_neighbour_discovery_for_a_vip() -> Result<()> {
     std::thread::sleep(Duration::from_secs(4));
     let (near_mac, lb_mac) = (lab::mac_bytes(&bench.near.mac("eth0")?)?, lab::mac_bytes(LB_MAC)?);
     let link_local: Ipv6Addr = {
-        let list = bench.near.ip_json("-6 address show dev eth0 scope link")?;
-        list.pointer("/0/addr_info/0/local").and_then(|it| it.as_str()).context("no link-local address")?.parse()?
+        let text = bench.near.shell("ip -6 -oneline address show dev eth0 scope link")?;
+        let words: Vec<_> = text.split_whitespace().collect();
+        let address = words.iter().skip_while(|word| **word != "inet6").nth(1).context("no link-local address")?;
+        address.split('/').next().unwrap_or(address).parse()?
     };
     let before = agent.reason("neighbour_answered")?;
     let (group, all) = (None, Ipv6Addr::new(0xff02, 0, 0, 0, 0, 0, 0, 1));
@@ -282,8 +284,8 @@ fn a62_the_source_towards_backends_is_global() -> Result<()> {
             Ok(true)
         })
     };
-    bench.lb.ip("address add 2001:db8:f::dead/64 dev hub0 preferred_lft 0")?;
-    bench.lb.ip("address add 2001:db8:f::2/64 dev hub0")?;
+    bench.lb.ip("address add 2001:db8:f::dead/64 dev hub0 nodad preferred_lft 0")?;
+    bench.lb.ip("address add 2001:db8:f::2/64 dev hub0 nodad")?;
     seen("[2001:db8:f::2]:")?;
     let report = lab::load(&bench.far, &six, false, 50)?;
     ensure!(report.failed == 0 && report.servers.len() == 3, "{report:?}");

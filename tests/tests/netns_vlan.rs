@@ -244,7 +244,7 @@ fn a22_other_tags_double_tags_and_no_tag_reach_nobody() -> Result<()> {
     let cases: [(&str, &str, Vec<u8>); 5] = [
         ("another VLAN", "unknown_vlan", lab::tagged(&plain(42_001)?, 2005)),
         ("two tags", "double_tag", lab::tagged(&lab::tagged(&plain(42_002)?, 2004), 2003)),
-        ("two tags, the outer of nobody", "double_tag", lab::tagged(&lab::tagged(&plain(42_003)?, 2003), 2005)),
+        ("two tags, the outer of nobody", "unknown_vlan", lab::tagged(&lab::tagged(&plain(42_003)?, 2003), 2005)),
         ("a provider's tag and one more", "double_tag", provider(lab::tagged(&plain(42_004)?, 2003))),
         ("no tag", "", plain(42_005)?),
     ];

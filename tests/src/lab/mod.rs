@@ -291,6 +291,12 @@ impl Lab {
     }
 }
 
+/// What `ip address add` needs besides, so that an IPv6 address can be used at once: the kernel looks for duplicates, even where it does
+/// not look for them, when it finds time.
+fn at_once(address: &str) -> &'static str {
+    if address.contains(':') { " nodad" } else { "" }
+}
+
 /// Sets up one end of a cable.
 fn configure(station: &Namespace, interface: &str, nic: &Nic) -> Result<()> {
     let mut batch = String::new();
@@ -306,7 +312,7 @@ fn configure(station: &Namespace, interface: &str, nic: &Nic) -> Result<()> {
         }
     }
     for address in &nic.addresses {
-        let _ = writeln!(batch, "address add {address} dev {interface}");
+        let _ = writeln!(batch, "address add {address} dev {interface}{}", at_once(address));
     }
     let _ = writeln!(batch, "link set {interface} up");
     for gateway in &nic.gateways {

@@ -530,7 +530,7 @@ fn enable_v6(station: &Namespace, interface: &str, address: &str, gateway: Optio
     for name in ["lo", interface] {
         station.sysctl(&format!("net/ipv6/conf/{name}/disable_ipv6"), "0")?;
     }
-    station.ip(&format!("address add {address} dev {interface}"))?;
+    station.ip(&format!("address add {address} dev {interface} nodad"))?;
     match gateway {
         Some(gateway) => station.ip(&format!("route add default via {gateway} dev {interface}")),
         None => Ok(()),
