@@ -1292,7 +1292,7 @@ mod tests {
     #[test]
     fn adoption_ends_and_does_not_come_back_when_ticks_wrap() {
         let settings = Settings { adopt_until: 10_000, ticks_per_second_256: 62 * 256, ..Settings::ZERO };
-        assert!(settings.adopts(9_999) && settings.adopts(10_000 - 300 * 62));
+        assert!(settings.adopts(9_999) && settings.adopts(10_000u32.wrapping_sub(300 * 62)));
         assert!(!settings.adopts(10_000) && !settings.adopts(10_001));
         assert!(!settings.adopts(10_000u32.wrapping_add(1 << 31)) && !settings.adopts(10_000u32.wrapping_sub(1 << 30)));
         assert!(!Settings { adopt_until: 0, ..settings }.adopts(u32::MAX - 5));
