@@ -159,6 +159,8 @@ reasons! {
     NeighbourOther = 53, "neighbour_other", Pass;
     /// UDP datagram to a SNAT port that matches no flow
     StrayDatagram = 54, "stray_datagram", Drop;
+    /// TCP packet of no known flow, while flows are handed over
+    NoFlowQuiet = 55, "no_flow_quiet", Drop;
 }
 
 const _: () = {

@@ -11,6 +11,7 @@ use super::age::kill;
 use super::context::{at, now, opaque};
 use super::edge::read;
 use super::maps::Tables;
+use super::migrate;
 
 /// Entries of each family that one run ages at the most.
 const AGE_STEPS: u32 = 64;
@@ -35,6 +36,10 @@ pub(crate) fn control(context: &XdpContext) -> u32 {
             let count = request.count;
             request.result += age::<Address4>(count) + age::<Address6>(count);
         }
+        control::RESTORE => return migrate::restore::<Address4>(context),
+        control::GROW => return migrate::grow::<Address4>(context),
+        control::RESTORE_HALF_OPEN => return migrate::restore_half_open::<Address4>(context),
+        control::CREDIT => migrate::credit(request),
         _ => return xdp_action::XDP_ABORTED,
     }
     xdp_action::XDP_PASS

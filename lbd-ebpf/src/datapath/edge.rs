@@ -5,7 +5,7 @@ use core::ptr::read_volatile;
 
 use aya_ebpf::{bindings::xdp_action, programs::XdpContext};
 use lbd_common::abi::{
-    Address4, Address6, FLOW_DEAD, FLOW_REPLIED, FLOW_REVERSE, FLOW_UDP, Flow, FlowKey, STAGE_ARP, STAGE_LOCAL,
+    Address4, Address6, FLOW_DEAD, FLOW_REPLIED, FLOW_REVERSE, FLOW_UDP, Flow, FlowKey, SETTING_MIGRATING, STAGE_ARP, STAGE_LOCAL,
     STAGE_NEIGHBOUR, STAGE_TAGGED, Segment, Tuple, traffic_index,
 };
 use lbd_common::packet::{ETHERNET, ICMPV6, IpHeader as _, Ipv6, TCP, TcpPacket, UDP, UdpPacket, ethertype};
@@ -13,7 +13,7 @@ use lbd_common::reason::Reason;
 use lbd_common::tcp::{self, ACK, FIN, RST, SYN};
 
 use super::context::{Arrival, Outcome, at, available, is_for, is_group, mac_pointer, now, refuse, resolve, send};
-use super::maps::{FRONTEND_OWNERS, TRAFFIC, Tables};
+use super::maps::{FRONTEND_OWNERS, SETTINGS, TRAFFIC, Tables};
 
 /// Neighbour solicitation (RFC 4861).
 const NEIGHBOUR_SOLICITATION: u8 = 135;
@@ -161,6 +161,12 @@ impl<A: Tables> Transport<A> for TcpPacket<A> {
     fn track(&self, flow: &mut Flow<A>, state: u16) -> bool {
         let end = self.sequence_end();
         if !tcp::near(end, flow.sequence) {
+            if tcp::after(end, flow.sequence) && migrating() {
+                // What the programs of before have forwarded since the flow was copied.
+                flow.last_seen = now();
+                flow.acknowledged = self.acknowledgement();
+                flow.sequence = end;
+            }
             return false;
         }
         let (now, last) = (now(), flow.last_seen);
@@ -319,6 +325,12 @@ unsafe fn is_now<A: Tables>(now: *const Tuple<A>, tuple: &Tuple<A>) -> bool {
         }
     }
     difference == 0
+}
+
+/// Whether flows are being handed over to these programs.
+#[inline(always)]
+fn migrating() -> bool {
+    SETTINGS.get(0).is_some_and(|settings| settings.flags & SETTING_MIGRATING != 0)
 }
 
 /// Counts a packet of `length` bytes for a frontend on this CPU.

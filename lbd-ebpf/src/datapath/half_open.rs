@@ -497,6 +497,55 @@ fn found<A: Tables>(index: u32, way: u64) -> Option<Found<A>> {
     Some(Found { set, way: way as usize, tag })
 }
 
+/// Takes over a half-open TCP connection from the programs of before: its record is in [`Making::record`], `word` is its tag. One that is
+/// known already may have been answered meanwhile. Whether it is known now.
+#[inline(always)]
+pub(crate) fn take_over<A: Tables>(making: *mut Making<A>, word: u64, now: u32) -> bool {
+    let Some(settings) = SETTINGS.get(0) else { return false };
+    // SAFETY: this CPU's value; what is written and read in it does not overlap.
+    let record = unsafe {
+        let record = &(*making).record;
+        (*making).key = FlowKey { tuple: record.to, segment: record.backend_segment, protocol: TCP, pad: 0 };
+        record
+    };
+    if let Some(found) = of_backend(making, now) {
+        let known = found.record();
+        // SAFETY: a map value, which the verifier checks.
+        unsafe {
+            if !(*known).client.is(&record.client) {
+                return false;
+            }
+            (*known).backend_sequence = record.backend_sequence;
+            (*known).last_seen = record.last_seen;
+            compiler_fence(Ordering::Release);
+            let state = read_volatile(&raw const (*known).state);
+            write_volatile(&raw mut (*known).state, state | record.state);
+        }
+        return true;
+    }
+    let (port, expires) = (u16::from_be(record.to.source_port_be), tag::expires(word, now));
+    // SAFETY: as above.
+    let hash = unsafe {
+        (*making).key = FlowKey { tuple: record.client, segment: record.client_segment, protocol: TCP, pad: 0 };
+        (*making).to = record.to;
+        (*making).backend_segment = record.backend_segment;
+        (*making).protocol = u16::from(TCP);
+        let hash = hash::flow(&settings.seed, &(*making).key);
+        (*making).hash = hash;
+        hash
+    };
+    let way = A::take(u32::from(port), 0, now, expires);
+    if way >= TAKEN {
+        return false;
+    }
+    let Ok(found) = claimed(making, port, way, expires) else { return false };
+    // SAFETY: a map value, which the verifier checks; claimed, and read by nobody yet.
+    unsafe { *found.record() = *record };
+    found.publish(record.tenant, now);
+    A::leave_hint(hash, u32::from(port), now, expires);
+    true
+}
+
 /// The packet that makes a flow.
 pub(crate) struct First<A> {
     /// Length of the IP packet.
@@ -552,7 +601,7 @@ pub(crate) fn make<A: Tables>(first: &First<A>, now: u32) -> Result<(), Reason> 
     }
 }
 
-const INSERTED: u64 = 0;
+pub(crate) const INSERTED: u64 = 0;
 const TENANT_FLOWS: u64 = 1;
 const TABLE_FULL: u64 = 2;
 const TUPLE_IN_USE: u64 = 3;
@@ -622,7 +671,7 @@ pub(crate) fn insert<A: Tables>(length: u32, sequence: u32, acknowledged: u32, s
 /// Inserts a half. What stands at its key is a dead half of the same client (its SYN killed the flow, see [`super::flags`], and
 /// [`reverse_is_free`] lets nothing else be): it is written over in place, dead until the last word.
 #[inline(always)]
-fn put<A: Tables>(key: &FlowKey<A>, half: &Flow<A>) -> u64 {
+pub(crate) fn put<A: Tables>(key: &FlowKey<A>, half: &Flow<A>) -> u64 {
     if A::flows().insert(key, half, u64::from(BPF_NOEXIST)).is_ok() {
         return INSERTED;
     }

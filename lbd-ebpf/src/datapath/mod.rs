@@ -16,6 +16,7 @@ mod flags;
 mod half_open;
 mod local;
 mod maps;
+mod migrate;
 mod neighbour;
 mod new;
 mod reject;

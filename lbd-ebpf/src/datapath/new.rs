@@ -162,9 +162,11 @@ pub(crate) fn prove<A: Tables>(context: &XdpContext) -> Outcome {
     }
     // SAFETY: this CPU's value.
     let hash = unsafe { hash::flow(&settings.seed, &(*making).key) };
+    let quiet = settings.flags & SETTING_MIGRATING != 0;
+    let unknown = if quiet { Reason::NoFlowQuiet } else { Reason::NoFlow };
     let Some(found) = of_client::<A>(hash, first_port(making, frontend, hash), now) else {
         let adopting = frontend.flags & FRONTEND_ADOPT != 0 && settings.adopts(now) && flags & (ACK | RST) == ACK;
-        return if adopting { packet.arrival.go(context, A::STAGES.adopt) } else { Err(no(Reason::NoFlow)) };
+        return if adopting { packet.arrival.go(context, A::STAGES.adopt) } else { Err(no(unknown)) };
     };
     // SAFETY: this CPU's value.
     let Some(record) = found.copy(making).filter(|record| record.client.is(unsafe { &(*making).key.tuple })) else {

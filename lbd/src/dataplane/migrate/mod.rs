@@ -597,7 +597,7 @@ fn count_half_open(family: &mut FamilyUse, tag: u64, now: u32, ticks_per_epoch: 
     let epoch = half_open::epoch(now, ticks_per_epoch);
     // A configuration with shorter timeouts has shorter epochs: no bucket is further ahead than there are buckets.
     let last = epoch + abi::HALF_OPEN_BUCKETS as u64 - 1;
-    let counted = half_open::expiry_epoch(v1::expires(tag, now), ticks_per_epoch).min(last);
+    let counted = half_open::expiry_epoch(half_open::expires(tag, now), ticks_per_epoch).min(last);
     family.half_open += 1;
     family.buckets[half_open::bucket(counted)] += 1;
 }

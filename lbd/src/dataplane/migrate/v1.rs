@@ -305,13 +305,6 @@ pub const fn tag(old: u64, now: u32, settings: &Settings) -> u64 {
     half_open::tag(half_open::LIVE, half_open::reverse(old), client, last)
 }
 
-/// The tick at which the record with this owner word of ABI 2 is void.
-pub const fn expires(new: u64, now: u32) -> u32 {
-    let now = now >> COARSE;
-    let left = (new >> TAG_TIME).wrapping_sub(now as u64) & TAG_TIME_MASK;
-    now.wrapping_add(left as u32).wrapping_sub(1) << COARSE
-}
-
 /// An owner word.
 pub const fn tag_back(new: u64, now: u32, settings: &Settings) -> u64 {
     if !half_open::readable(new, now) {
