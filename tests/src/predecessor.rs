@@ -12,9 +12,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use aya::maps::{Array, HashMap, Map, MapData, ProgramArray};
-use aya::programs::links::FdLink;
+use aya::programs::links::{FdLink, PinnedLink};
 use aya::programs::{TestRun as _, TestRunOptions, Xdp, XdpMode};
 use aya::{Ebpf, EbpfLoader, Pod};
+use aya_obj::programs::XdpAttachType;
 use bytemuck::Zeroable as _;
 use lbd::dataplane::migrate::v1;
 use lbd_common::abi::{self, names};
@@ -347,6 +348,33 @@ pub fn flags(bench: &Bench) -> Result<u32> {
     bench.lb.run(|| {
         let map: Array<MapData, [u8; 80]> = Map::Array(MapData::from_pin(pin("settings"))?).try_into()?;
         Ok(bytemuck::pod_read_unaligned::<v1::Settings>(&map.get(&0, 0)?).flags)
+    })
+}
+
+/// Makes an upgrade that was done look as if its agent had been killed between two interfaces: this one runs the program of ABI 1.
+pub fn interrupt(bench: &Bench, interface: &str) -> Result<()> {
+    bench.lb.run(|| {
+        fs::remove_file(pin("kept"))?;
+        let path = Path::new(PINS).with_file_name("v2").join(names::SETTINGS);
+        let mut map: Array<MapData, abi::Settings> = Map::Array(MapData::from_pin(path)?).try_into()?;
+        let settings = map.get(&0, 0)?;
+        map.set(0, abi::Settings { flags: settings.flags | abi::SETTING_MIGRATING, ..settings }, 0)?;
+        let mut pins = fs::read_dir(PINS)?.filter_map(|entry| Some(entry.ok()?.path()));
+        let name = format!("edge-{interface}-");
+        let edge = pins.find(|path| path.file_name().is_some_and(|it| it.to_string_lossy().starts_with(&name)));
+        let mut edge = Xdp::from_pin(edge.context("the program of ABI 1")?, XdpAttachType::Interface)?;
+        let link = FdLink::from(PinnedLink::from_pin(Path::new(LINKS).join(interface))?);
+        edge.attach_to_link(link.try_into()?)?;
+        Ok(())
+    })
+}
+
+/// The flags of our settings.
+pub fn our_flags(bench: &Bench) -> Result<u32> {
+    bench.lb.run(|| {
+        let path = Path::new(PINS).with_file_name("v2").join(names::SETTINGS);
+        let map: Array<MapData, abi::Settings> = Map::Array(MapData::from_pin(path)?).try_into()?;
+        Ok(map.get(&0, 0)?.flags)
     })
 }
 

@@ -29,7 +29,7 @@ impl Upgrade {
         let mut holds = Vec::new();
         for (client, target) in [(&bench.near, VIP), (&bench.far, VIP), (&bench.other, OTHER_VIP)] {
             soon(&format!("{target} answers in ABI 1"), || Ok(lab::get(client, target, false).is_ok()))?;
-            holds.push(Hold::start(&bench.lab, client, target, false, 40, 400)?);
+            holds.push(Hold::start(&bench.lab, client, target, false, 40, 80)?);
         }
         Ok(Self { bench, agent, holds, _servers: servers })
     }
@@ -46,7 +46,7 @@ impl Upgrade {
     fn whole(self, what: &str) -> Result<()> {
         for hold in self.holds {
             let report = hold.finish()?;
-            ensure!(report.connections == 40 && report.requests > 100, "{what}: {report:?}");
+            ensure!(report.connections == 40 && report.requests > 40, "{what}: {report:?}");
             report.assert_whole().with_context(|| what.to_owned())?;
         }
         Ok(())
@@ -67,7 +67,7 @@ fn connections_survive_an_upgrade_from_abi_1() -> Result<()> {
     let upgrade = Upgrade::new("up", 65_536)?;
     let Upgrade { bench, agent, .. } = &upgrade;
     let tickers = [(&bench.near, VIP), (&bench.far, VIP), (&bench.other, OTHER_VIP)]
-        .map(|(client, target)| Ticker::start(&bench.lab, client, target, false, 5));
+        .map(|(client, target)| Ticker::start(&bench.lab, client, target, false, 20));
     std::thread::sleep(Duration::from_millis(500));
     let before = predecessor::flows(bench)?;
     let programs = predecessor::programs(bench)?;
@@ -78,12 +78,7 @@ fn connections_survive_an_upgrade_from_abi_1() -> Result<()> {
     for ticker in tickers {
         let ticks = ticker?.finish()?;
         let bad: Vec<_> = ticks.iter().filter(|tick| tick.error.is_some()).collect();
-        ensure!(
-            ticks.len() > 200 && bad.is_empty(),
-            "{} of {} new connections failed: {bad:?}",
-            bad.len(),
-            ticks.len()
-        );
+        ensure!(ticks.len() > 50 && bad.is_empty(), "{} of {} new connections failed: {bad:?}", bad.len(), ticks.len());
     }
     let after = predecessor::programs(bench)?;
     ensure!(programs.iter().zip(&after).all(|(old, new)| old != new), "{programs:?} {after:?}");
@@ -156,6 +151,25 @@ fn an_upgrade_that_fails_leaves_abi_1_forwarding() -> Result<()> {
 
 #[test]
 #[ignore = "needs root"]
+fn an_upgrade_that_was_interrupted_goes_on() -> Result<()> {
+    let upgrade = Upgrade::new("half", 65_536)?;
+    let Upgrade { bench, agent, .. } = &upgrade;
+    agent.start(&bench.lab)?;
+    agent.kill();
+    predecessor::interrupt(bench, "ten0")?;
+    // While one interface runs the programs of ABI 1, these connections are known there only.
+    let programs = predecessor::programs(bench)?;
+    agent.start(&bench.lab)?;
+    ensure!(predecessor::programs(bench)?[1] != programs[1], "{programs:?}");
+    ensure!(agent.log().contains("map ABI 1: took over"), "{}", agent.log());
+    ensure!(predecessor::our_flags(bench)? == 0 && upgrade.pinned(pin("kept")));
+    std::thread::sleep(Duration::from_secs(1));
+    lab::get(&bench.near, VIP, false)?;
+    upgrade.whole("an interrupted upgrade")
+}
+
+#[test]
+#[ignore = "needs root"]
 fn a_datapath_of_the_future_is_refused_and_left_alone() -> Result<()> {
     let bench = Bench::new("future")?;
     let _servers = bench.serve_nodes(&[Bench::NODE_PORT])?;
@@ -185,12 +199,12 @@ fn a_rollback_takes_the_connections_along() -> Result<()> {
     let old = predecessor::programs(bench)?;
     agent.start(&bench.lab)?;
     // Connections that the new datapath has made go back too.
-    let later = Hold::start(&bench.lab, &bench.near, VIP, false, 40, 400)?;
+    let later = Hold::start(&bench.lab, &bench.near, VIP, false, 40, 80)?;
     let busy = agent.lbd(&["rollback"])?;
     let message = String::from_utf8_lossy(&busy.stderr).into_owned();
     ensure!(busy.status.code() == Some(1) && message.contains("stop the agent first"), "{message}");
     agent.stop()?;
-    let ticker = Ticker::start(&bench.lab, &bench.far, VIP, false, 5)?;
+    let ticker = Ticker::start(&bench.lab, &bench.far, VIP, false, 10)?;
     std::thread::sleep(Duration::from_millis(300));
     let done = agent.lbd(&["rollback"])?;
     let said = String::from_utf8_lossy(&done.stdout).into_owned();
@@ -202,7 +216,7 @@ fn a_rollback_takes_the_connections_along() -> Result<()> {
     std::thread::sleep(Duration::from_millis(700));
     let ticks = ticker.finish()?;
     let bad: Vec<_> = ticks.iter().filter(|tick| tick.error.is_some()).collect();
-    ensure!(ticks.len() > 100 && bad.is_empty(), "{} of {} new connections failed: {bad:?}", bad.len(), ticks.len());
+    ensure!(ticks.len() > 50 && bad.is_empty(), "{} of {} new connections failed: {bad:?}", bad.len(), ticks.len());
     // And forward again.
     agent.start(&bench.lab)?;
     std::thread::sleep(Duration::from_millis(500));

@@ -5,8 +5,8 @@ use core::ptr::read_volatile;
 
 use aya_ebpf::{bindings::xdp_action, programs::XdpContext};
 use lbd_common::abi::{
-    Address4, Address6, FLOW_DEAD, FLOW_REPLIED, FLOW_REVERSE, FLOW_UDP, Flow, FlowKey, SETTING_MIGRATING, STAGE_ARP, STAGE_LOCAL,
-    STAGE_NEIGHBOUR, STAGE_TAGGED, Segment, Tuple, traffic_index,
+    Address4, Address6, FLOW_DEAD, FLOW_REPLIED, FLOW_REVERSE, FLOW_UDP, Flow, FlowKey, SETTING_MIGRATING, STAGE_ARP,
+    STAGE_LOCAL, STAGE_NEIGHBOUR, STAGE_TAGGED, Segment, Tuple, traffic_index,
 };
 use lbd_common::packet::{ETHERNET, ICMPV6, IpHeader as _, Ipv6, TCP, TcpPacket, UDP, UdpPacket, ethertype};
 use lbd_common::reason::Reason;

@@ -70,7 +70,7 @@ impl Agent {
         command.arg("run").arg("--config").arg(&self.config);
         command.env("RUST_BACKTRACE", "1").env("NOTIFY_SOCKET", &place);
         let process = lab.start(&self.namespace, "agent", command)?;
-        let end = Instant::now() + Duration::from_mins(1);
+        let end = Instant::now() + Duration::from_mins(3);
         let mut buffer = [0; 4096];
         loop {
             if let Ok(length) = notices.recv(&mut buffer)
@@ -82,7 +82,7 @@ impl Agent {
                 bail!("the agent ended at once; its log ends:\n{}", process.tail());
             }
             if Instant::now() > end {
-                bail!("the agent is not ready after a minute; its log ends:\n{}", process.tail());
+                bail!("the agent is not ready after three minutes; its log ends:\n{}", process.tail());
             }
         }
         *lock(&self.process) = Some(process);

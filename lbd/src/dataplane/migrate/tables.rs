@@ -33,14 +33,17 @@ pub(super) fn copy<K1: Pod, V1: Pod, K2: Pod, V2: Pod>(
 }
 
 /// Copies an array; elements that are zero in both are passed over.
-pub(super) fn copy_array<V1: Pod + PartialEq, V2: Pod + PartialEq>(
+pub(super) fn copy_array<V1: Pod, V2: Pod>(
     from: &Path,
     to: &Path,
     mut convert: impl FnMut(u32, &V1) -> V2,
 ) -> io::Result<u64> {
+    let zeros = vec![0_u8; size_of::<V1>().max(size_of::<V2>())];
     copy(from, to, |&index: &u32, old: &V1| {
         let new = convert(index, old);
-        (*old != V1::zeroed() || new != V2::zeroed()).then_some((index, new))
+        let is_zero = bytemuck::bytes_of(old) == &zeros[..size_of::<V1>()]
+            && bytemuck::bytes_of(&new) == &zeros[..size_of::<V2>()];
+        (!is_zero).then_some((index, new))
     })
 }
 
