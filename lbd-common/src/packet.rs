@@ -327,9 +327,9 @@ impl IpHeader<Address4> for Ipv4 {
 
 /// Next header: a fragment (RFC 8200 §4.5).
 const IPV6_FRAGMENT: u8 = 44;
-/// Next headers that are extensions (RFC 8200 §4.1, RFC 4302, RFC 4303, RFC 7401): hop-by-hop, routing, encapsulating security,
-/// authentication, destination options, mobility, host identity, shim6.
-const IPV6_EXTENSIONS: [u8; 8] = [0, 43, 50, 51, 60, 135, 139, 140];
+/// Next headers that are extensions with another header behind them in clear (RFC 8200 §4.1, RFC 4302, RFC 7401): hop-by-hop, routing,
+/// authentication, destination options, mobility, host identity, shim6. What encapsulating security (RFC 4303) hides is a protocol like any.
+const IPV6_EXTENSIONS: [u8; 7] = [0, 43, 51, 60, 135, 139, 140];
 
 impl IpHeader<Address6> for Ipv6 {
     const LENGTH: usize = IPV6;

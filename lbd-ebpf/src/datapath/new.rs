@@ -317,7 +317,13 @@ fn clamp_mss<A: Tables>(context: &XdpContext, packet: &mut Packet<'_, A>, egress
 #[inline(always)]
 pub(crate) fn answer<A: Tables>(context: &XdpContext) -> Outcome {
     let packet = &mut Packet::<A>::parse(context)?;
-    let Some(reply) = reply_to(packet.making) else { return packet.arrival.go(context, STAGE_LOCAL) };
+    let Some(reply) = reply_to(packet.making) else {
+        // A SYN-ACK to a VIP answers nothing that this host has sent.
+        return match frontend_of(packet.making) {
+            Some(frontend) => Err(refuse(Reason::NoFlow, frontend.tenant)),
+            None => packet.arrival.go(context, STAGE_LOCAL),
+        };
+    };
     if let Some(found) = of_backend(packet.making, packet.now) {
         return from_backend(context, packet, &found);
     }
