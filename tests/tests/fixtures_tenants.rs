@@ -452,9 +452,14 @@ fn a_client_that_moves_to_another_mac_is_found_again_by_what_it_sends_again() ->
         Ok(forwarded(datapath, HUB_NIC, &syn.answer(ACK, BACKEND_SEQUENCE + 1))?.destination_mac)
     };
     // Who knows the client's number only is not the client.
+    age(&datapath, 8)?;
     let guess = Segment { acknowledgement: BACKEND_SEQUENCE.wrapping_add(1 << 30), ..data.clone() };
     forwarded(&datapath, TENANT_NIC, &from(new, guess))?;
     assert_eq!(at(&datapath)?, old);
+    // Nobody is looked at closer who has just been heard.
+    forwarded(&datapath, TENANT_NIC, &from(new, data.clone()))?;
+    assert_eq!(at(&datapath)?, old);
+    age(&datapath, 8)?;
     forwarded(&datapath, TENANT_NIC, &from(new, data))?;
     assert_eq!(at(&datapath)?, new);
     Ok(())
