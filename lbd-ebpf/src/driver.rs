@@ -292,14 +292,14 @@ mod driver {
         drive::<LENGTH, ETHERNET, false>(context)
     }
 
-    /// What `visitor` knows of the connection it is making.
+    /// What `visitor` knows of the connection it is making, as on the wire.
     #[repr(C)]
     #[derive(Clone, Copy)]
     struct Visit {
-        snat_be: u32,
-        node_be: u32,
-        snat_port_be: u16,
-        node_port_be: u16,
+        snat: u32,
+        node: u32,
+        snat_port: u16,
+        node_port: u16,
     }
 
     #[map(name = "visit")]
@@ -331,7 +331,9 @@ mod driver {
         // SAFETY: LENGTH bytes of the packet were checked; the others are map values.
         unsafe {
             let packet = &mut *((start + ETHERNET) as *mut Ipv4Tcp);
-            let vip_be = (*(TEMPLATE.get(0)?.as_ptr().add(ETHERNET) as *const Ipv4Tcp)).ip.destination_be;
+            let vip_be = core::ptr::read_unaligned(
+                (&raw const (*TEMPLATE.get_ptr(0)?.cast::<u8>().add(ETHERNET).cast::<Ipv4Tcp>()).ip.destination_be),
+            );
             let mut number = *counter;
             let step = number % steps;
             if number > 0 {
@@ -340,10 +342,10 @@ mod driver {
                     // What has become of the SYN.
                     if forwarded && packet.tcp.flags & RST == 0 {
                         *visit = Visit {
-                            snat_be: packet.ip.source_be,
-                            node_be: packet.ip.destination_be,
-                            snat_port_be: packet.tcp.source_port_be,
-                            node_port_be: packet.tcp.destination_port_be,
+                            snat: packet.ip.source_be,
+                            node: packet.ip.destination_be,
+                            snat_port: packet.tcp.source_port_be,
+                            node_port: packet.tcp.destination_port_be,
                         };
                     } else {
                         outcome(1);
@@ -378,10 +380,10 @@ mod driver {
                 packet.ip.source_be = client(number / steps).to_be();
                 packet.tcp.source_port_be = client_port(number / steps).to_be();
             } else {
-                packet.ip.source_be = (*visit).node_be;
-                packet.ip.destination_be = (*visit).snat_be;
-                packet.tcp.source_port_be = (*visit).node_port_be;
-                packet.tcp.destination_port_be = (*visit).snat_port_be;
+                packet.ip.source_be = (*visit).node;
+                packet.ip.destination_be = (*visit).snat;
+                packet.tcp.source_port_be = (*visit).node_port;
+                packet.tcp.destination_port_be = (*visit).snat_port;
             }
             TARGET.tail_call(context, side);
         }

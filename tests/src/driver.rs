@@ -88,10 +88,15 @@ impl Driver {
 
     /// Makes `repeat` packets, from the flow on that the last run ended with.
     pub fn run(&self, repeat: u32) -> Result<Run> {
+        self.go_on(&self.template, repeat)
+    }
+
+    /// The same, with the packet that the last run ended with as the first: for drivers that look at what a packet has become.
+    pub fn go_on(&self, from: &[u8], repeat: u32) -> Result<Run> {
         let driver: &Xdp = self.ebpf.program(self.program).context("the driver")?.try_into()?;
         let mut out = vec![0; 256];
         let result = driver.test_run(TestRunOptions {
-            data_in: Some(&self.template),
+            data_in: Some(from),
             data_out: Some(&mut out),
             repeat,
             ..TestRunOptions::new()

@@ -563,7 +563,7 @@ fn a58_a_left_over_without_pins() -> Result<()> {
             rm /sys/fs/bpf/lbd/links/$name
             # The kernel lets go of a link a moment after its last holder.
             for again in 1 2 3 4 5 6 7 8 9 10; do
-                ip link set dev $name xdpgeneric pinned /sys/fs/bpf/lbd/v1/edge-$name-* && break || sleep 0.2
+                ip link set dev $name xdpgeneric pinned /sys/fs/bpf/lbd/v2/edge-$name-* && break || sleep 0.2
             done
         done
         rm -r /sys/fs/bpf/lbd",
@@ -578,7 +578,7 @@ fn a58_a_left_over_without_pins() -> Result<()> {
     agent.kill();
     bench.lb.shell("rm /sys/fs/bpf/lbd/links/ten0")?;
     lab::wait_until(Duration::from_secs(2), "the link is gone", || Ok(attached(&bench.lb, "ten0")?.is_none()))?;
-    bench.lb.shell("ip link set dev ten0 xdpdrv pinned /sys/fs/bpf/lbd/v1/edge-ten0-*")?;
+    bench.lb.shell("ip link set dev ten0 xdpdrv pinned /sys/fs/bpf/lbd/v2/edge-ten0-*")?;
     let output = agent.lbd(&["detach"])?;
     ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     assert_detached(&bench.lb)
@@ -590,7 +590,7 @@ fn a58_a_left_over_without_pins() -> Result<()> {
 fn pins_of_another_abi_are_named_and_left_alone() -> Result<()> {
     let (bench, _servers, agent) = running("abi", "")?;
     agent.kill();
-    bench.lb.shell("mv /sys/fs/bpf/lbd/v1 /sys/fs/bpf/lbd/v7")?;
+    bench.lb.shell("mv /sys/fs/bpf/lbd/v2 /sys/fs/bpf/lbd/v7")?;
     let (code, text) = refused(&bench, &agent)?;
     ensure!(code == Some(1) && text.contains("/lbd/v7") && text.contains("ABI 7"), "{code:?}: {text}");
     ensure!(text.contains("lbd detach"), "no remedy: {text}");

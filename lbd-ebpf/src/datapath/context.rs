@@ -233,6 +233,20 @@ fn give_back(context: &XdpContext, action: u32) -> u32 {
     action
 }
 
+/// Moves both MACs of a frame; the places overlap, so that all is read before anything is written.
+///
+/// # Safety
+///
+/// Both were bounds-checked.
+#[inline(always)]
+pub(crate) unsafe fn copy_addresses(from: *const [u16; 6], to: *mut [u16; 6]) {
+    // SAFETY: the caller's.
+    unsafe {
+        let [first, second, third, fourth, fifth, sixth] = *from;
+        *to = [first, second, third, fourth, fifth, sixth];
+    }
+}
+
 /// An Ethernet header with an 802.1Q tag.
 #[repr(C)]
 struct Tagged {
@@ -251,8 +265,8 @@ fn push_tag(context: &XdpContext, control: u16) -> bool {
     let (Some(tagged), Some(old)) = (at::<Tagged>(context, 0), at::<[u16; 6]>(context, VLAN_TAG)) else { return false };
     // SAFETY: `at` has bounds-checked both, which overlap: the addresses are read before they are written.
     unsafe {
-        let [a, b, c, d, e, f] = *old;
-        (*tagged).addresses = [a, b, c, d, e, f];
+        let addresses = &raw mut (*tagged).addresses;
+        copy_addresses(old, addresses);
         (*tagged).kind = ethertype::VLAN;
         (*tagged).control_be = control.to_be();
     }

@@ -6,7 +6,7 @@ use lbd_common::packet::{VLAN_TAG, ethertype};
 use lbd_common::reason::Reason;
 
 use super::SEGMENT_BASE;
-use super::context::{Outcome, Refusal, at, enter, raw, refuse};
+use super::context::{Outcome, Refusal, at, copy_addresses, enter, raw, refuse};
 use super::edge::edge;
 use super::maps::SEGMENTS;
 
@@ -76,8 +76,7 @@ fn take_off(context: &XdpContext) -> bool {
     let (Some(old), Some(new)) = (at::<[u16; 6]>(context, 0), at::<[u16; 6]>(context, VLAN_TAG)) else { return false };
     // SAFETY: `at` has bounds-checked both, which overlap: the addresses are read before they are written.
     unsafe {
-        let [a, b, c, d, e, f] = *old;
-        *new = [a, b, c, d, e, f];
+        copy_addresses(old, new);
         // SAFETY: the helper checks the new length.
         bpf_xdp_adjust_head(raw(context), VLAN_TAG as i32) == 0
     }

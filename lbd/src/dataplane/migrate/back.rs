@@ -91,13 +91,9 @@ fn set_quiet(paths: &Paths, quiet: bool) -> Step<()> {
 }
 
 /// Makes an array hold what the other one becomes.
-fn array<V1: Pod + PartialEq, V2: Pod>(
-    from: &Path,
-    to: &Path,
-    mut convert: impl FnMut(u32, &V1) -> V2,
-) -> io::Result<()>
+fn array<V1: Pod + PartialEq, V2>(from: &Path, to: &Path, mut convert: impl FnMut(u32, &V1) -> V2) -> io::Result<()>
 where
-    V2: PartialEq,
+    V2: Pod + PartialEq,
 {
     let (from, to) = (Map::<u32, V1>::open(from)?, Map::<u32, V2>::open(to)?);
     let mut there = HashMap::new();
