@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use lbd_common::abi::{
-    Address, Address4, Address6, FlowKey, FrontendOwner, HalfOpen, Settings, Tenant, TenantUse, Timeouts,
+    Address, Address4, Address6, FLOW_UDP, FlowKey, FrontendOwner, HalfOpen, Settings, Tenant, TenantUse, Timeouts,
 };
 use lbd_common::tcp;
 
@@ -16,8 +16,8 @@ pub struct Lifetimes {
     settings: Option<Settings>,
     timeouts: Vec<Timeouts>,
     owners: Vec<FrontendOwner>,
-    /// Flows in use and their limit, by tenant, in each family.
-    tenants: Vec<[(u64, u32); 2]>,
+    /// What is used, and its limit, by tenant and family: of all flows, and of UDP flows.
+    tenants: Vec<[[(u64, u32); 2]; 2]>,
 }
 
 impl Lifetimes {
@@ -32,9 +32,12 @@ impl Lifetimes {
         for (id, (limits, used)) in tenants {
             let id = usize::from(id);
             if all.len() <= id {
-                all.resize(id + 1, [(0, 0); 2]);
+                all.resize(id + 1, [[(0, 0); 2]; 2]);
             }
-            all[id] = [0, 1].map(|family| (used.families[family].flows, limits.families[family].flows));
+            all[id] = [0, 1].map(|family| {
+                let (used, limits) = (&used.families[family], &limits.families[family]);
+                [(used.flows, limits.flows), (used.udp, limits.udp)]
+            });
         }
         Self { settings: Some(settings), timeouts, owners, tenants: all }
     }
@@ -42,7 +45,8 @@ impl Lifetimes {
     /// Ticks without a packet that a flow of this frontend lives, in this state (`FLOW_*` bits) and with what its tenant uses now.
     pub fn of(&self, bits: u16, frontend: u16, family: usize) -> u32 {
         let owner = self.owners.get(usize::from(frontend)).copied().unwrap_or(FrontendOwner::ZERO);
-        let (used, limit) = self.tenants.get(usize::from(owner.tenant)).map_or((0, 0), |families| families[family]);
+        let udp = usize::from(bits & FLOW_UDP != 0);
+        let (used, limit) = self.tenants.get(usize::from(owner.tenant)).map_or((0, 0), |tenant| tenant[family][udp]);
         let timeouts = self.timeouts.get(usize::from(owner.timeouts)).unwrap_or(&Timeouts::ZERO);
         tcp::lifetime(bits, timeouts, self.settings.as_ref().unwrap_or(&Settings::ZERO), used, limit)
     }
@@ -133,7 +137,7 @@ fn half_open_key<A: Address>(record: &HalfOpen<A>) -> FlowKey<A> {
 
 #[cfg(test)]
 mod tests {
-    use lbd_common::abi::{FLOW_FIN, FLOW_PEER_FIN, FLOW_REPLIED, FLOW_UDP, FamilyLimits, FamilyUse};
+    use lbd_common::abi::{FLOW_FIN, FLOW_PEER_FIN, FLOW_REPLIED, FamilyLimits, FamilyUse};
 
     use super::*;
 
@@ -147,8 +151,11 @@ mod tests {
             ..Timeouts::ZERO
         };
         let mut tenant = (Tenant::ZERO, TenantUse::ZERO);
-        tenant.0.families = [FamilyLimits { flows: 1000, ..FamilyLimits::ZERO }; 2];
-        tenant.1.families = [FamilyUse { flows: 1000, ..FamilyUse::ZERO }, FamilyUse::ZERO];
+        tenant.0.families = [FamilyLimits { flows: 1000, udp: 100, ..FamilyLimits::ZERO }; 2];
+        tenant.1.families = [
+            FamilyUse { flows: 1000, udp: 50, ..FamilyUse::ZERO },
+            FamilyUse { flows: 100, udp: 100, ..FamilyUse::ZERO },
+        ];
         let owner = |tenant, timeouts| FrontendOwner { tenant, timeouts, ..FrontendOwner::ZERO };
         let settings = Settings { tombstone: 50, ..Settings::ZERO };
         let owners = vec![owner(0, 0), owner(3, 1)];
@@ -158,8 +165,8 @@ mod tests {
         assert_eq!(lifetimes.of(closed, 0, 0), 100, "a tenant without a limit");
         assert_eq!(lifetimes.of(closed, 1, 0), 50, "a full tenant: as short as the tombstone allows");
         assert_eq!(lifetimes.of(closed, 1, 1), 100, "the other family is empty");
-        assert_eq!(lifetimes.of(FLOW_UDP, 1, 0), 10);
-        assert_eq!(lifetimes.of(FLOW_UDP | FLOW_REPLIED, 1, 0), 100);
-        assert_eq!(lifetimes.of(FLOW_UDP | FLOW_REPLIED, 1, 1), 800);
+        assert_eq!(lifetimes.of(FLOW_UDP, 1, 1), 10, "UDP has a quota of its own");
+        assert_eq!(lifetimes.of(FLOW_UDP | FLOW_REPLIED, 1, 1), 100);
+        assert_eq!(lifetimes.of(FLOW_UDP | FLOW_REPLIED, 1, 0), 800);
     }
 }
