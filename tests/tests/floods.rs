@@ -15,7 +15,7 @@ use lbd_tests::packets::{Segment, client, query, tagged, untagged};
 
 /// A count, or a tenth of it when the tests are to be fast.
 fn scaled(count: u32) -> u32 {
-    if std::env::var_os("LBD_TEST_FAST").is_some() { count / 10 } else { count }
+    if lbd_tests::lab::fast() { count / 10 } else { count }
 }
 
 /// Flows that the flooded tenant has before.
