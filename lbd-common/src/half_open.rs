@@ -4,7 +4,7 @@
 //!
 //! | bits | part |
 //! |---|---|
-//! | 0–31 | hash of the reverse tuple ([`crate::hash::reverse4`]): whoever claims a tuple looks for it here |
+//! | 0–31 | hash of the reverse tuple ([`crate::hash::reverse`]): whoever claims a tuple looks for it here |
 //! | 32–53 | when the record expires, in units of 16 ticks, modulo 2^22 |
 //! | 54–61 | eight bits of the client tuple's hash: spares most look-ups the records |
 //! | 62–63 | state |

@@ -2,7 +2,7 @@
 //!
 //! Fields named `_be` hold what is on the wire. The header types have their fields' natural alignment, which an IP header behind an
 //! Ethernet header has not: BPF reads unaligned packet data in one load where the kernel's verifier allows it (x86-64 and
-//! arm64 do), and host code copies headers into place with [`Ipv4Tcp::from_bytes`].
+//! arm64 do).
 
 use core::sync::atomic::{Ordering, compiler_fence};
 
@@ -169,8 +169,6 @@ pub trait Family: Address {
     type Header: IpHeader<Self>;
     /// ICMP's protocol number.
     const ICMP: u8;
-    /// Smallest MTU that a path can have (RFC 791: 576 is what every host takes; RFC 8200).
-    const MIN_MTU: u32;
 
     /// Whether an address can be a client's.
     fn is_plausible_source(self) -> bool;
@@ -213,7 +211,6 @@ fn address_sum<A: Address>(address: A) -> u64 {
 impl Family for Address4 {
     type Header = Ipv4;
     const ICMP: u8 = ICMP;
-    const MIN_MTU: u32 = 576;
 
     /// Not "this network" (RFC 1122), loopback, multicast, reserved or broadcast (RFC 6890).
     #[inline(always)]
@@ -226,7 +223,6 @@ impl Family for Address4 {
 impl Family for Address6 {
     type Header = Ipv6;
     const ICMP: u8 = ICMPV6;
-    const MIN_MTU: u32 = 1280;
 
     /// Not unspecified, loopback, IPv4-mapped (all in `::/32` or so, none of it given out: RFC 4291 §2.5) or a group.
     #[inline(always)]
@@ -419,34 +415,6 @@ pub const fn is_extension(next_header: u8) -> bool {
 fn read_again<A: Address>() {
     if A::IS_V6 {
         compiler_fence(Ordering::SeqCst);
-    }
-}
-
-impl Ipv4Tcp {
-    /// Headers from the bytes of a packet.
-    pub const fn from_bytes(bytes: [u8; IPV4_TCP]) -> Self {
-        // SAFETY: same size, no padding, and any bytes are valid in integers.
-        unsafe { core::mem::transmute(bytes) }
-    }
-
-    /// Headers as bytes.
-    pub const fn to_bytes(self) -> [u8; IPV4_TCP] {
-        // SAFETY: as above.
-        unsafe { core::mem::transmute(self) }
-    }
-}
-
-impl Ipv6Tcp {
-    /// Headers from the bytes of a packet.
-    pub const fn from_bytes(bytes: [u8; IPV6_TCP]) -> Self {
-        // SAFETY: same size, no padding, and any bytes are valid in integers.
-        unsafe { core::mem::transmute(bytes) }
-    }
-
-    /// Headers as bytes.
-    pub const fn to_bytes(self) -> [u8; IPV6_TCP] {
-        // SAFETY: as above.
-        unsafe { core::mem::transmute(self) }
     }
 }
 

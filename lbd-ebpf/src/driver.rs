@@ -331,9 +331,9 @@ mod driver {
         // SAFETY: LENGTH bytes of the packet were checked; the others are map values.
         unsafe {
             let packet = &mut *((start + ETHERNET) as *mut Ipv4Tcp);
-            let vip_be = core::ptr::read_unaligned(
-                (&raw const (*TEMPLATE.get_ptr(0)?.cast::<u8>().add(ETHERNET).cast::<Ipv4Tcp>()).ip.destination_be),
-            );
+            let template = TEMPLATE.get(0)?;
+            let at = ETHERNET + 16;
+            let vip_be = u32::from_ne_bytes([template[at], template[at + 1], template[at + 2], template[at + 3]]);
             let mut number = *counter;
             let step = number % steps;
             if number > 0 {

@@ -579,10 +579,13 @@ struct Frame {
     bytes: Vec<u8>,
 }
 
+/// VLAN, address, and the MAC that the answer names.
+type Answer = (u16, IpAddr, [u8; 6]);
+
 /// A station of the peers' on one interface: notes what arrives, and answers for addresses, in a VLAN or untagged.
 struct Station {
     frames: Arc<Mutex<Vec<Frame>>>,
-    answers: Arc<Mutex<Vec<(u16, IpAddr, [u8; 6])>>>,
+    answers: Arc<Mutex<Vec<Answer>>>,
     stop: Arc<AtomicBool>,
     thread: Option<std::thread::JoinHandle<()>>,
 }
@@ -682,6 +685,8 @@ fn packet_socket(interface: &str) -> std::io::Result<OwnedFd> {
 
 /// The next frame that arrives, with the tag that the kernel has put aside.
 fn receive(socket: &OwnedFd) -> Option<(u16, Vec<u8>)> {
+    const OUTGOING: u8 = 4;
+    const TAG_VALID: u32 = 1 << 4;
     let mut bytes = vec![0; 2048];
     let mut control = [0_u64; 16];
     let mut part = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
@@ -693,8 +698,6 @@ fn receive(socket: &OwnedFd) -> Option<(u16, Vec<u8>)> {
     (message.msg_control, message.msg_controllen) = (control.as_mut_ptr().cast(), size_of_val(&control) as _);
     // SAFETY: `message` names memory that is writable for the lengths in it.
     let length = usize::try_from(unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, 0) }).ok()?;
-    const OUTGOING: u8 = 4;
-    const TAG_VALID: u32 = 1 << 4;
     let mut vlan = 0;
     // SAFETY: the kernel has filled `message`; a message of this type holds a `tpacket_auxdata`.
     unsafe {

@@ -161,7 +161,7 @@ impl Bed {
 
     /// Runs `lbctl`: milliseconds, and bytes of its output.
     fn run(&self, lbd: &Path, arguments: &str) -> Result<(f64, u64)> {
-        let path = self.output();
+        let path = Self::output();
         let file = fs::File::create(&path)?;
         let start = Instant::now();
         let status = Command::new(lbd)
@@ -182,7 +182,7 @@ impl Bed {
     }
 
     /// In memory, so that no disk is measured.
-    fn output(&self) -> PathBuf {
+    fn output() -> PathBuf {
         Path::new("/dev/shm").join(format!("lbd-bench-flows-{}", std::process::id()))
     }
 }

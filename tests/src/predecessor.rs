@@ -326,7 +326,7 @@ pub fn flows(bench: &Bench) -> Result<std::collections::BTreeMap<(Ipv4Addr, u16)
     bench.lb.run(|| {
         let map: HashMap<MapData, [u8; 16], [u8; 64]> = Map::HashMap(MapData::from_pin(pin("flows4"))?).try_into()?;
         let mut found = std::collections::BTreeMap::new();
-        for entry in map.iter() {
+        for entry in &map {
             let (_, value) = entry?;
             let flow: v1::Flow = bytemuck::pod_read_unaligned(&value);
             if flow.state & abi::FLOW_DEAD == 0 {

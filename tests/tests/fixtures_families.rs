@@ -55,11 +55,11 @@ fn key<I: Ip>(source: (I, u16), port: u16, protocol: u8) -> abi::FlowKey<I::Addr
     abi::FlowKey { tuple, segment: bench::TENANT_SEGMENT, protocol, pad: 0 }
 }
 
+/// Forward and reverse half of a flow.
+type Halves<I> = (abi::Flow<<I as Ip>::Address>, abi::Flow<<I as Ip>::Address>);
+
 /// The two halves of a client's flow.
-fn halves<I: Ip>(
-    datapath: &mut Datapath,
-    key: &abi::FlowKey<I::Address>,
-) -> Result<(abi::Flow<I::Address>, abi::Flow<I::Address>)> {
+fn halves<I: Ip>(datapath: &mut Datapath, key: &abi::FlowKey<I::Address>) -> Result<Halves<I>> {
     let flows = datapath.flows::<I>()?;
     let forward = *flows.get(key).with_context(|| format!("no flow {key:?}"))?;
     let reverse = flows.get(&abi::FlowKey::reply(&forward.to, bench::HUB_SEGMENT, key.protocol));
@@ -244,7 +244,7 @@ fn a38_a_syn_on_a_closing_flow_is_chosen_anew_and_on_a_live_one_changes_nothing<
     }
     // Closed, and its backend is gone: the next one is on the other node.
     close(&datapath, source, &first)?;
-    let gone = if first.destination.0 == I::NODES[0] { 0 } else { 1 };
+    let gone = u32::from(first.destination.0 != I::NODES[0]);
     let mut backends = datapath.array::<abi::Backend>(names::BACKENDS)?;
     backends.set(u32::from(I::FIRST_BACKEND) + gone, abi::Backend::ZERO, 0)?;
     let mut slots = abi::MaglevChunk::ZERO;

@@ -12,17 +12,6 @@ use lbd_tests::lab::{
 const LB_MAC: &str = "02:00:00:00:01:02";
 const OTHER_MAC: &str = "02:00:00:00:77:01";
 
-fn running(name: &str) -> Result<(Bench, Vec<Peer>, Agent)> {
-    let bench = Bench::dual(name)?;
-    let servers = bench.serve_dual()?;
-    let agent = bench.dual_agent(&Bench::dual_configuration(""))?;
-    Ok((bench, servers, agent))
-}
-
-fn targets() -> [String; 2] {
-    [lab::socket(Bench::VIP, 6443), lab::socket(Bench::VIP6, 6443)]
-}
-
 /// The MAC address that a station's kernel knows of a neighbour, in any state.
 fn known(station: &Namespace, interface: &str, address: &str) -> Result<Option<String>> {
     let list = station.ip_json(&format!("neigh show {address} dev {interface}"))?;
@@ -63,9 +52,9 @@ fn assert_goes_on(lines: &[Arrived], connections: u64, after: u64) -> Result<()>
 #[ignore = "needs root"]
 fn a_new_gateway_of_the_tenant_takes_pushed_data_within_a_second() -> Result<()> {
     for (v6, gateway) in [(false, "192.0.2.1"), (true, "2001:db8:a::1")] {
-        let (bench, _servers, agent) = running("gateway")?;
+        let (bench, _servers, agent) = Bench::dual_running("gateway", |text| text)?;
         let other = Untouched::since_now(&agent, "b")?;
-        let watch = Watch::start(&bench.lab, &bench.far, &targets()[usize::from(v6)], 20, 20)?;
+        let watch = Watch::start(&bench.lab, &bench.far, &Bench::targets()[usize::from(v6)], 20, 20)?;
         std::thread::sleep(Duration::from_secs(1));
         // The host's own traffic keeps the gateway's entry in use.
         let _ = lab::ping(&bench.lb, gateway)?;
@@ -76,7 +65,7 @@ fn a_new_gateway_of_the_tenant_takes_pushed_data_within_a_second() -> Result<()>
         let at = learnt(&bench.lb, "ten0", gateway, OTHER_MAC, Duration::from_secs(5))?;
         std::thread::sleep(Duration::from_secs(3));
         assert_goes_on(&watch.finish()?, 20, at).with_context(|| format!("IPv6: {v6}"))?;
-        let report = lab::load(&bench.far, &targets()[usize::from(v6)], false, 50)?;
+        let report = lab::load(&bench.far, &Bench::targets()[usize::from(v6)], false, 50)?;
         ensure!(report.failed == 0, "{report:?}");
         other.check(&agent)?;
     }
@@ -110,7 +99,7 @@ fn a_new_router_at_the_hub_takes_connections_over_within_a_second() -> Result<()
         .replace("['2001:db8:f::11', '2001:db8:f::12', '2001:db8:f::13']", "['2001:db8:e::9']");
     let agent = bench.dual_agent(&configuration)?;
     for (number, (v6, address)) in [(false, "10.0.0.1"), (true, "2001:db8:f::1")].into_iter().enumerate() {
-        let target = &targets()[usize::from(v6)];
+        let target = &Bench::targets()[usize::from(v6)];
         let watch = Watch::start(&bench.lab, &bench.near, target, 20, 20)?;
         let hold = Hold::start(&bench.lab, &bench.far, target, false, 20, 10)?;
         std::thread::sleep(Duration::from_secs(1));
@@ -137,8 +126,8 @@ fn a_new_router_at_the_hub_takes_connections_over_within_a_second() -> Result<()
 #[test]
 #[ignore = "needs root"]
 fn backends_and_clients_with_new_mac_addresses_keep_their_connections() -> Result<()> {
-    let (bench, _servers, agent) = running("cards")?;
-    let holds = targets().map(|target| Hold::start(&bench.lab, &bench.near, &target, false, 30, 10));
+    let (bench, _servers, agent) = Bench::dual_running("cards", |text| text)?;
+    let holds = Bench::targets().map(|target| Hold::start(&bench.lab, &bench.near, &target, false, 30, 10));
     for (station, interface, addresses, mac) in [
         (&bench.nodes[0], "hub0", ["10.0.0.11", "2001:db8:f::11"], "02:00:00:00:77:21"),
         (&bench.near, "ten0", ["192.0.2.60", "2001:db8:a::60"], "02:00:00:00:77:22"),
@@ -160,7 +149,7 @@ fn backends_and_clients_with_new_mac_addresses_keep_their_connections() -> Resul
         report.assert_whole()?;
         ensure!(report.servers.contains_key("n1") && report.slowest_ms < 3_000, "{report:?}");
     }
-    for target in targets() {
+    for target in Bench::targets() {
         let report = lab::load(&bench.near, &target, false, 100)?;
         ensure!(report.failed == 0 && report.servers.len() == 3, "{report:?}");
     }
@@ -184,7 +173,7 @@ fn a_neighbour_that_failed_keeps_its_last_mac_address() -> Result<()> {
         }
     }
     let _agent = bench.dual_agent(&Bench::dual_configuration(""))?;
-    let holds = targets().map(|target| Hold::start(&bench.lab, &bench.near, &target, false, 30, 10));
+    let holds = Bench::targets().map(|target| Hold::start(&bench.lab, &bench.near, &target, false, 30, 10));
     bench.nodes[0].ip("link set eth0 down")?;
     let state = |address: &str| -> Result<String> { bench.lb.shell(&format!("ip neigh show {address} dev hub0")) };
     let gone = wait_until(Duration::from_secs(12), "the kernel gives up", || {
@@ -194,7 +183,7 @@ fn a_neighbour_that_failed_keeps_its_last_mac_address() -> Result<()> {
         }))
     });
     // New ones meanwhile go elsewhere.
-    for target in targets() {
+    for target in Bench::targets() {
         let report = lab::load(&bench.far, &target, false, 60)?;
         ensure!(report.failed == 0 && !report.servers.contains_key("n1"), "{report:?}");
     }
@@ -215,20 +204,23 @@ fn a_neighbour_that_failed_keeps_its_last_mac_address() -> Result<()> {
 #[test]
 #[ignore = "needs root"]
 fn an_interface_that_is_renamed_goes_on() -> Result<()> {
-    let (bench, _servers, agent) = running("rename")?;
-    let hold = Hold::start(&bench.lab, &bench.near, &targets()[0], false, 20, 10)?;
+    let (bench, _servers, agent) = Bench::dual_running("rename", |text| text)?;
+    let hold = Hold::start(&bench.lab, &bench.near, &Bench::targets()[0], false, 20, 10)?;
     let steady = Datagrams::start(&bench.lab, &bench.near, &lab::socket(Bench::VIP, Bench::UDP_PORTS.0), 5, 20)?;
     let other = Ticker::start(&bench.lab, &bench.other, &lab::socket(Bench::OTHER_VIP, 6443), false, 50)?;
     bench.lb.ip("link set ten0 name moved0")?;
     std::thread::sleep(Duration::from_secs(2));
-    ensure!(lab::load(&bench.near, &targets()[0], false, 50)?.failed == 0, "connections fail while it is renamed");
+    ensure!(
+        lab::load(&bench.near, &Bench::targets()[0], false, 50)?.failed == 0,
+        "connections fail while it is renamed"
+    );
     bench.lb.ip("link set moved0 name ten0")?;
     wait_until(Duration::from_secs(10), "all is well", || {
         let status = agent.lbctl_raw(&["status", "--check"])?;
         ensure!(status.status.success(), "{}", String::from_utf8_lossy(&status.stdout));
         Ok(true)
     })?;
-    for target in targets() {
+    for target in Bench::targets() {
         ensure!(lab::load(&bench.near, &target, false, 50)?.failed == 0, "connections fail");
     }
     hold.finish()?.assert_whole()?;
@@ -256,7 +248,7 @@ fn hub_sizes(bench: &Bench, target: &str) -> Result<Vec<u16>> {
 #[test]
 #[ignore = "needs root"]
 fn an_mtu_that_shrinks_under_traffic() -> Result<()> {
-    let (bench, _servers, agent) = running("mtu")?;
+    let (bench, _servers, agent) = Bench::dual_running("mtu", |text| text)?;
     let bytes = if fast() { 24 << 20 } else { 200 << 20 };
     let shrink = |mtu: u32| -> Result<()> {
         // The nodes first: a veth takes nothing that is larger than its own MTU.
@@ -265,7 +257,7 @@ fn an_mtu_that_shrinks_under_traffic() -> Result<()> {
         }
         Ok(())
     };
-    for target in targets() {
+    for target in Bench::targets() {
         shrink(1500)?;
         wait_until(Duration::from_secs(5), "segments are as large as before", || {
             Ok(hub_sizes(&bench, &target)?.iter().all(|&size| size > 1400))
@@ -295,9 +287,9 @@ fn an_mtu_that_shrinks_under_traffic() -> Result<()> {
 #[test]
 #[ignore = "needs root"]
 fn addresses_that_go_and_come_again() -> Result<()> {
-    let (bench, _servers, agent) = running("flush")?;
+    let (bench, _servers, agent) = Bench::dual_running("flush", |text| text)?;
     let clients = [(&bench.near, 0), (&bench.near, 1), (&bench.far, 0), (&bench.far, 1)];
-    let holds = clients.map(|(client, place)| Hold::start(&bench.lab, client, &targets()[place], false, 20, 10));
+    let holds = clients.map(|(client, place)| Hold::start(&bench.lab, client, &Bench::targets()[place], false, 20, 10));
     bench.lb.ip_batch("address flush dev ten0 scope global\naddress flush dev hub0 scope global")?;
     std::thread::sleep(Duration::from_secs(2));
     bench.lb.ip_batch(
@@ -313,7 +305,7 @@ fn addresses_that_go_and_come_again() -> Result<()> {
         hold?.finish()?.assert_whole()?;
     }
     for (client, place) in clients {
-        let report = lab::load(client, &targets()[place], false, 50)?;
+        let report = lab::load(client, &Bench::targets()[place], false, 50)?;
         ensure!(report.failed == 0 && report.servers.len() == 3, "{report:?}");
     }
     wait_until(Duration::from_secs(10), "all is well", || {
@@ -344,7 +336,7 @@ fn a59_an_interface_that_is_deleted_and_made_again() -> Result<()> {
         Nic::new("192.0.2.2/24").address("2001:db8:a::2/64").mac(LB_MAC).gateway("192.0.2.1").gateway("2001:db8:a::1");
     bench.lab.plug(&bench.switches[0], &bench.lb, "ten0", &nic)?;
     let up = now_ms();
-    for target in targets() {
+    for target in Bench::targets() {
         for client in [&bench.near, &bench.far] {
             let reached = eventually(Duration::from_mins(1), &format!("{target} answers {}", client.name()), || {
                 lab::get_with(client, &target, false, &["--limit", "1"])?;
@@ -353,7 +345,7 @@ fn a59_an_interface_that_is_deleted_and_made_again() -> Result<()> {
             ensure!(reached <= up + limit, "{target}: forwarding {} ms after the interface came", reached - up);
         }
     }
-    for target in targets() {
+    for target in Bench::targets() {
         ensure!(lab::load(&bench.near, &target, false, 100)?.failed == 0, "connections fail");
     }
     wait_until(Duration::from_secs(10), "all is well", || {
@@ -370,8 +362,8 @@ fn a59_an_interface_that_is_deleted_and_made_again() -> Result<()> {
 #[test]
 #[ignore = "needs root"]
 fn a59_down_and_up_and_a_restart_lose_nothing() -> Result<()> {
-    let (bench, _servers, agent) = running("a59b")?;
-    let holds = targets().map(|target| Hold::start(&bench.lab, &bench.near, &target, false, 20, 10));
+    let (bench, _servers, agent) = Bench::dual_running("a59b", |text| text)?;
+    let holds = Bench::targets().map(|target| Hold::start(&bench.lab, &bench.near, &target, false, 20, 10));
     bench.lb.ip("link set ten0 down")?;
     std::thread::sleep(Duration::from_millis(500));
     bench.lb.ip("link set ten0 up")?;
@@ -382,7 +374,7 @@ fn a59_down_and_up_and_a_restart_lose_nothing() -> Result<()> {
         route replace default via 2001:db8:a::1 dev ten0",
     )?;
     std::thread::sleep(Duration::from_secs(3));
-    for target in targets() {
+    for target in Bench::targets() {
         for client in [&bench.near, &bench.far] {
             ensure!(lab::load(client, &target, false, 50)?.failed == 0, "{} does not reach {target}", client.name());
         }
@@ -488,7 +480,7 @@ fn b31_announcements_put_neighbours_right() -> Result<()> {
             learnt(station, "eth0", vip, "02:00:00:00:77:31", Duration::from_secs(3))?;
         }
     }
-    for target in targets() {
+    for target in Bench::targets() {
         for client in [&bench.near, &bench.far] {
             let report = lab::load(client, &target, false, 50)?;
             ensure!(report.failed == 0 && report.slowest_ms < 4_000, "{}: {report:?}", client.name());

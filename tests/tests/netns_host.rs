@@ -9,17 +9,6 @@ const LB_MAC: &str = "02:00:00:00:01:02";
 const ROUTER: Ipv6Addr = Ipv6Addr::new(0xfe80, 0, 0, 0, 0, 0, 0, 0x66);
 const ALL_NODES: Ipv6Addr = Ipv6Addr::new(0xff02, 0, 0, 0, 0, 0, 0, 1);
 
-fn running(name: &str, change: impl Fn(String) -> String) -> Result<(Bench, Vec<Peer>, Agent)> {
-    let bench = Bench::dual(name)?;
-    let servers = bench.serve_dual()?;
-    let agent = bench.dual_agent(&change(Bench::dual_configuration("")))?;
-    Ok((bench, servers, agent))
-}
-
-fn targets() -> [String; 2] {
-    [lab::socket(Bench::VIP, 6443), lab::socket(Bench::VIP6, 6443)]
-}
-
 /// What a connection comes to within a second.
 fn reaches(client: &Namespace, target: &str) -> bool {
     lab::get_with(client, target, false, &["--limit", "1"]).is_ok()
@@ -33,7 +22,7 @@ fn counted(agent: &Agent, tenant: &str, reason: &str) -> Result<u64> {
 #[test]
 #[ignore = "needs root"]
 fn host_access_opens_what_it_names() -> Result<()> {
-    let (bench, _servers, agent) = running("access", |text| {
+    let (bench, _servers, agent) = Bench::dual_running("access", |text| {
         text.replace(
             "    segment: { interface: ten0 }\n",
             "    segment: { interface: ten0 }\n    host_access: [22, icmp]\n",
@@ -79,7 +68,7 @@ fn host_access_opens_what_it_names() -> Result<()> {
 #[test]
 #[ignore = "needs root"]
 fn addresses_of_other_interfaces_are_out_of_reach() -> Result<()> {
-    let (bench, _servers, agent) = running("weak", |text| text)?;
+    let (bench, _servers, agent) = Bench::dual_running("weak", |text| text)?;
     let own = ["192.0.2.2", "2001:db8:a::2"];
     let others = ["10.0.0.2", "198.51.100.2", "2001:db8:f::2", "2001:db8:b::2", "10.0.0.11", "2001:db8:f::11"];
     let listeners: Vec<_> = own.iter().chain(&others[..4]).map(|address| Listener::plain(address, 8080)).collect();
@@ -139,7 +128,7 @@ fn believed(lb: &Namespace) -> Result<bool> {
 #[test]
 #[ignore = "needs root"]
 fn router_advertisements_and_redirects_of_a_tenant_are_dropped() -> Result<()> {
-    let (bench, _servers, agent) = running("advert", |text| text)?;
+    let (bench, _servers, agent) = Bench::dual_running("advert", |text| text)?;
     for key in ["accept_ra", "autoconf", "accept_redirects"] {
         bench.lb.sysctl(&format!("net/ipv6/conf/ten0/{key}"), "1")?;
     }
@@ -183,7 +172,7 @@ fn router_advertisements_and_redirects_of_a_tenant_are_dropped() -> Result<()> {
         "the host believes a tenant: {}",
         bench.lb.shell("ip -6 address show; ip -6 route")?
     );
-    for target in targets() {
+    for target in Bench::targets() {
         for client in [&bench.near, &bench.far] {
             ensure!(lab::load(client, &target, false, 20)?.failed == 0, "{target} is not served any more");
         }
@@ -203,7 +192,7 @@ fn router_advertisements_and_redirects_of_a_tenant_are_dropped() -> Result<()> {
 #[test]
 #[ignore = "needs root"]
 fn arrivals_for_a_vip_in_another_segment_are_dropped_and_counted() -> Result<()> {
-    let (bench, _servers, agent) = running("hubside", |text| text)?;
+    let (bench, _servers, agent) = Bench::dual_running("hubside", |text| text)?;
     let a = Untouched::since_now(&agent, "a")?;
     let flows = agent.flows(&[])?.len();
     for (vip, hub, b) in [(Bench::VIP, "10.0.0.2", "198.51.100.2"), (Bench::VIP6, "2001:db8:f::2", "2001:db8:b::2")] {
@@ -239,7 +228,7 @@ fn arrivals_for_a_vip_in_another_segment_are_dropped_and_counted() -> Result<()>
 #[test]
 #[ignore = "needs root"]
 fn a_flood_of_one_tenant_does_not_touch_the_other() -> Result<()> {
-    let (bench, _servers, agent) = running("flood", |text| text)?;
+    let (bench, _servers, agent) = Bench::dual_running("flood", |text| text)?;
     let rate = 10_000;
     let frames: u32 = if fast() { 25_000 } else { 150_000 };
     let other = [lab::socket(Bench::OTHER_VIP, 6443), lab::socket(Bench::OTHER_VIP6, 6443)];
@@ -247,8 +236,8 @@ fn a_flood_of_one_tenant_does_not_touch_the_other() -> Result<()> {
     let calm = Untouched::since_now(&agent, "b")?;
     let steady = Datagrams::start(&bench.lab, &bench.other, &lab::socket(Bench::OTHER_VIP, Bench::UDP_PORTS.0), 5, 50)?;
     let holds = [
-        (&bench.far, &targets()[0]),
-        (&bench.far, &targets()[1]),
+        (&bench.far, &Bench::targets()[0]),
+        (&bench.far, &Bench::targets()[1]),
         (&bench.other, &other[0]),
         (&bench.other, &other[1]),
     ]
@@ -310,7 +299,7 @@ fn a_flood_of_one_tenant_does_not_touch_the_other() -> Result<()> {
     calm.check(&agent)?;
     // The tenant that flooded is served again.
     lab::wait_until(Duration::from_mins(1), "tenant a is served", || {
-        let report = lab::load_with(&bench.far, &targets()[0], false, 20, &["--limit", "3"])?;
+        let report = lab::load_with(&bench.far, &Bench::targets()[0], false, 20, &["--limit", "3"])?;
         ensure!(report.failed == 0, "{report:?}");
         Ok(true)
     })

@@ -3,7 +3,7 @@ use std::net::{IpAddr, Ipv6Addr};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use lbd_tests::lab::{self, Agent, Bench, Capture, Keep, Lab, Namespace, Packet, Peer, Untouched, fast};
+use lbd_tests::lab::{self, Bench, Capture, Keep, Lab, Namespace, Packet, Untouched, fast};
 
 const VIP: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0xa, 0, 0, 0, 0, 0x34);
 /// In the pool, but nobody's.
@@ -15,30 +15,18 @@ const ADVERTISEMENT: u8 = 136;
 const SOLICITED: u8 = 0x40;
 const OVERRIDE: u8 = 0x20;
 
-/// A dual-stack bench with servers and a running agent.
-fn running(name: &str) -> Result<(Bench, Vec<Peer>, Agent)> {
-    let bench = Bench::dual(name)?;
-    let servers = bench.serve_dual()?;
-    let agent = bench.dual_agent(&Bench::dual_configuration(""))?;
-    Ok((bench, servers, agent))
-}
-
-fn targets() -> [String; 2] {
-    [lab::socket(Bench::VIP, 6443), lab::socket(Bench::VIP6, 6443)]
-}
-
 /// Both families of a tenant at once, from its segment and from behind its router.
 #[test]
 #[ignore = "needs root"]
 fn connections_of_both_families_at_once_all_succeed() -> Result<()> {
     let connections = if fast() { 500 } else { 5_000 };
-    let (bench, _servers, agent) = running("six")?;
+    let (bench, _servers, agent) = Bench::dual_running("six", |text| text)?;
     let other = Untouched::since_now(&agent, "b")?;
     let captures = bench.lab.capture()?;
     let reports = std::thread::scope(|scope| {
         let mut threads = Vec::new();
         for client in [&bench.near, &bench.far] {
-            for target in targets() {
+            for target in Bench::targets() {
                 threads.push(scope.spawn(move || lab::load(client, &target, false, connections)));
             }
         }
@@ -47,7 +35,7 @@ fn connections_of_both_families_at_once_all_succeed() -> Result<()> {
     for report in reports {
         ensure!(report.failed == 0 && report.servers.len() == 3, "{report:?}");
     }
-    let [_, target] = targets();
+    let [_, target] = Bench::targets();
     for client in [&bench.near, &bench.far] {
         let answer = lab::get(client, &target, false)?;
         ensure!(answer.peer.starts_with("[2001:db8:f::2]:"), "the backend sees {}", answer.peer);
@@ -81,11 +69,11 @@ fn connections_of_both_families_at_once_all_succeed() -> Result<()> {
 #[ignore = "needs root"]
 fn large_transfers_over_ipv6_have_equal_digests() -> Result<()> {
     let bytes = if fast() { 16 << 20 } else { 100 << 20 };
-    let (bench, _servers, agent) = running("large6")?;
+    let (bench, _servers, agent) = Bench::dual_running("large6", |text| text)?;
     let captures = [&bench.near, &bench.far, &bench.nodes[0], &bench.nodes[1], &bench.nodes[2]]
         .map(|namespace| Capture::start(namespace, Keep::Bad));
     let before = agent.losses(Some("a"))?;
-    let [_, target] = targets();
+    let [_, target] = Bench::targets();
     for client in [&bench.near, &bench.far] {
         let report = lab::transfer(client, &target, false, bytes)?;
         println!("{report:?}");
@@ -110,7 +98,7 @@ fn the_segment_size_is_clamped_in_both_families() -> Result<()> {
     let is_syn = |frame: &[u8]| lab::packet(frame).is_some_and(|packet| packet.mss().is_some());
     let switches =
         [&bench.switches[0], &bench.switches[2]].map(|switch| Capture::start(switch, Keep::Matching(Box::new(is_syn))));
-    for target in targets() {
+    for target in Bench::targets() {
         for client in [&bench.near, &bench.far] {
             let report = lab::transfer(client, &target, false, 2 << 20)?;
             ensure!(report.down_equal && report.up_equal, "{report:?}");
@@ -183,7 +171,7 @@ fn answers(capture: &Capture) -> Vec<Packet> {
 #[test]
 #[ignore = "needs root"]
 fn a61_neighbour_discovery_for_a_vip() -> Result<()> {
-    let (bench, _servers, agent) = running("a61")?;
+    let (bench, _servers, agent) = Bench::dual_running("a61", |text| text)?;
     // The announcements of a fresh VIP, a second apart, are over.
     std::thread::sleep(Duration::from_secs(4));
     let (near_mac, lb_mac) = (lab::mac_bytes(&bench.near.mac("eth0")?)?, lab::mac_bytes(LB_MAC)?);
@@ -248,7 +236,9 @@ fn a61_neighbour_discovery_for_a_vip() -> Result<()> {
         client.ip("-6 neigh flush dev eth0")?;
         client.ip("-4 neigh flush dev eth0")?;
     }
-    for (client, target) in [(&bench.near, &targets()[1]), (&bench.far, &targets()[1]), (&bench.near, &targets()[0])] {
+    for (client, target) in
+        [(&bench.near, &Bench::targets()[1]), (&bench.far, &Bench::targets()[1]), (&bench.near, &Bench::targets()[0])]
+    {
         let report = lab::load(client, target, false, 20)?;
         ensure!(report.failed == 0, "agent dead, {} to {target}: {report:?}", client.name());
     }
@@ -268,7 +258,7 @@ fn a62_the_source_towards_backends_is_global() -> Result<()> {
     let _servers = bench.serve_dual()?;
     let configuration = Bench::dual_configuration("").replace("    snat: [10.0.0.2, '2001:db8:f::2']\n", "");
     let agent = bench.agent(&configuration)?;
-    let [four, six] = targets();
+    let [four, six] = Bench::targets();
     // Not ready, and it says so; the other family is.
     let report = lab::load_with(&bench.near, &six, false, 5, &["--limit", "2"])?;
     ensure!(report.failed == 5, "served without an address to come from: {report:?}");

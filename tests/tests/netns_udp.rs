@@ -3,16 +3,9 @@ use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use lbd_tests::lab::{self, Agent, Bench, Capture, Datagrams, Keep, Peer, Untouched, fast};
+use lbd_tests::lab::{self, Bench, Capture, Datagrams, Keep, Untouched, fast};
 
 const LB_MAC: &str = "02:00:00:00:01:02";
-
-fn running(name: &str) -> Result<(Bench, Vec<Peer>, Agent)> {
-    let bench = Bench::dual(name)?;
-    let servers = bench.serve_dual()?;
-    let agent = bench.dual_agent(&Bench::dual_configuration(""))?;
-    Ok((bench, servers, agent))
-}
 
 fn udp_targets() -> [String; 2] {
     [lab::socket(Bench::VIP, Bench::UDP_PORTS.0), lab::socket(Bench::VIP6, Bench::UDP_PORTS.0)]
@@ -23,7 +16,7 @@ fn udp_targets() -> [String; 2] {
 #[ignore = "needs root"]
 fn datagrams_of_both_families_come_back_whole() -> Result<()> {
     let datagrams = if fast() { 3_000 } else { 30_000 };
-    let (bench, _servers, agent) = running("udp")?;
+    let (bench, _servers, agent) = Bench::dual_running("udp", |text| text)?;
     let other = Untouched::since_now(&agent, "b")?;
     let before = agent.losses(Some("a"))?;
     let captures = bench.lab.capture()?;
@@ -55,7 +48,7 @@ fn datagrams_of_both_families_come_back_whole() -> Result<()> {
 #[test]
 #[ignore = "needs root"]
 fn a12_datagrams_without_checksum_stay_without() -> Result<()> {
-    let (bench, _servers, _agent) = running("a12")?;
+    let (bench, _servers, _agent) = Bench::dual_running("a12", |text| text)?;
     let to_node = |frame: &[u8]| {
         lab::packet(frame).is_some_and(|packet| packet.protocol == 17 && packet.to().port() == Bench::UDP_PORTS.1)
     };
@@ -79,7 +72,7 @@ fn a12_datagrams_without_checksum_stay_without() -> Result<()> {
 #[test]
 #[ignore = "needs root"]
 fn an_unserved_port_is_told_to_the_client() -> Result<()> {
-    let (bench, _servers, agent) = running("unserved")?;
+    let (bench, _servers, agent) = Bench::dual_running("unserved", |text| text)?;
     let other = Untouched::since_now(&agent, "b")?;
     let vips = [Bench::VIP, Bench::VIP6];
     for vip in vips {
@@ -150,7 +143,7 @@ fn tcp_and_udp_share_a_number() -> Result<()> {
 #[ignore = "needs root"]
 fn a31_other_protocols_to_a_vip_are_dropped_and_counted() -> Result<()> {
     const PROTOCOLS: [u8; 3] = [47, 50, 132];
-    let (bench, _servers, agent) = running("a31")?;
+    let (bench, _servers, agent) = Bench::dual_running("a31", |text| text)?;
     let other = Untouched::since_now(&agent, "b")?;
     let wanted = |frame: &[u8]| lab::packet(frame).is_some_and(|packet| PROTOCOLS.contains(&packet.protocol));
     let captures = [&bench.switches[0], &bench.switches[1], &bench.switches[2], &bench.far]
@@ -201,7 +194,7 @@ fn a31_other_protocols_to_a_vip_are_dropped_and_counted() -> Result<()> {
 #[test]
 #[ignore = "needs root"]
 fn a31_a_syn_to_an_unserved_port_is_refused_and_goes_nowhere() -> Result<()> {
-    let (bench, _servers, _agent) = running("a31b")?;
+    let (bench, _servers, _agent) = Bench::dual_running("a31b", |text| text)?;
     let wanted =
         |frame: &[u8]| lab::packet(frame).is_some_and(|packet| packet.to().port() == 81 || packet.from().port() == 81);
     let captures = [&bench.switches[0], &bench.switches[1], &bench.switches[2]]

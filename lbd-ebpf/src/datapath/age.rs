@@ -24,12 +24,12 @@ pub(crate) fn kill<A: Tables>(forward: *mut Flow<A>, now: u32) -> bool {
     kill_both(forward, reverse_of(forward), now)
 }
 
-/// The reverse half of a forward half, if both are of one flow.
+/// The reverse half of a forward half, if both are of one flow. Its key is in [`Making::reply`].
 #[inline(always)]
 fn reverse_of<A: Tables>(forward: *const Flow<A>) -> Option<*mut Flow<A>> {
     // SAFETY: map values, which the verifier checks. Nobody changes where a flow leads.
     unsafe {
-        let key = reply_of(forward)?;
+        let key = reply_key(&raw const (*forward).to, (*forward).next_hop, (*forward).state)?;
         let reverse = A::flows().get_ptr_mut(key)?;
         let same = (*reverse).to.destination_port_be == (*forward).tuple.source_port_be
             && (*reverse).to.destination_be.is((*forward).tuple.source_be);
@@ -84,7 +84,7 @@ pub(crate) fn charge<A: Tables>(tenant: u16, state: u16, flows: u64) {
 ///
 /// # Safety
 ///
-/// `making` is this CPU's value, `to` a tuple in a map.
+/// `making` is this CPU's value, `to` a tuple in a map or on the stack.
 #[inline(always)]
 pub(crate) unsafe fn write_reply<A: Tables>(
     making: *mut Making<A>,
@@ -106,27 +106,21 @@ pub(crate) unsafe fn write_reply<A: Tables>(
     }
 }
 
-/// Key of the reverse half of a forward half, in [`Making::reply`].
+/// Key of a half's other one, given what the half says, in [`Making::reply`].
 ///
 /// # Safety
 ///
-/// `forward` is a map value.
+/// `to` is a tuple in a map or on the stack.
 #[inline(always)]
-unsafe fn reply_of<A: Tables>(forward: *const Flow<A>) -> Option<&'static FlowKey<A>> {
-    let making = A::making()?;
-    // SAFETY: map values, which the verifier checks. Nobody changes where a flow leads.
-    unsafe {
-        let hop = NEXT_HOPS.get(u32::from((*forward).next_hop))?;
-        let protocol = if (*forward).state & FLOW_UDP != 0 { UDP } else { TCP };
-        Some(write_reply(making, &raw const (*forward).to, hop.segment, protocol))
-    }
-}
-
-/// Key of the reverse half, given what the forward half says.
-#[inline(always)]
-pub(crate) fn reply_key<A: Tables>(to: &Tuple<A>, next_hop: u16, state: u16) -> Option<FlowKey<A>> {
-    let hop = NEXT_HOPS.get(u32::from(next_hop))?;
-    Some(FlowKey::reply(to, hop.segment, if state & FLOW_UDP != 0 { UDP } else { TCP }))
+pub(crate) unsafe fn reply_key<A: Tables>(
+    to: *const Tuple<A>,
+    next_hop: u16,
+    state: u16,
+) -> Option<&'static FlowKey<A>> {
+    let (making, hop) = (A::making()?, NEXT_HOPS.get(u32::from(next_hop))?);
+    let protocol = if state & FLOW_UDP != 0 { UDP } else { TCP };
+    // SAFETY: the caller's; `making` is this CPU's value.
+    unsafe { Some(write_reply(making, to, hop.segment, protocol)) }
 }
 
 /// Puts a flow into the ageing queue. The queue's lock may be busy on another CPU: a few tries.
@@ -198,13 +192,12 @@ unsafe fn delete<A: Tables>(forward: *mut Flow<A>, key: &FlowKey<A>) {
             // Being written over by its client's next connection.
             return;
         }
-        if let Some(reply) = reply_of(forward)
-            && let Some(half) = A::flows().get_ptr_mut(reply)
-            && (*half).state & FLOW_DEAD != 0
-            && (*half).to.destination_port_be == key.tuple.source_port_be
-            && (*half).to.destination_be.is(key.tuple.source_be)
-            && mark(half, FLOW_BUSY) & FLOW_BUSY == 0
+        if let Some(reverse) = reverse_of(forward)
+            && (*reverse).state & FLOW_DEAD != 0
+            && mark(reverse, FLOW_BUSY) & FLOW_BUSY == 0
+            && let Some(making) = A::making()
         {
+            let reply: &FlowKey<A> = &(*making).reply;
             let _ = A::flows().remove(reply);
         }
         let _ = A::flows().remove(key);

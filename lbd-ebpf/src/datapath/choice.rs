@@ -36,9 +36,7 @@ impl<A: Tables> Client<A> {
         record: &mut HalfOpen<A>,
         ethernet: *const Ethernet,
         frontend: &Frontend,
-        backend: u16,
-        backend_segment: u16,
-        backend_next_hop: u16,
+        choice: &Choice,
     ) {
         // SAFETY: this CPU's value; `ethernet` was bounds-checked, and its source is a MAC.
         let making = unsafe {
@@ -50,9 +48,9 @@ impl<A: Tables> Client<A> {
         };
         record.client_segment = making.key.segment;
         record.client_next_hop = next_hop_to_client(self.segment, making.key.tuple.source_be);
-        record.backend_segment = backend_segment;
-        record.backend_next_hop = backend_next_hop;
-        record.backend = backend;
+        record.backend_segment = choice.backend.segment;
+        record.backend_next_hop = choice.backend.next_hop;
+        record.backend = choice.id;
         record.frontend = frontend.id;
         record.tenant = frontend.tenant;
         record.first_syn = self.now;

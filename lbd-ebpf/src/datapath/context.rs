@@ -280,6 +280,18 @@ pub(crate) fn scratch() -> Option<&'static mut Scratch> {
     SCRATCH.get_ptr_mut(0).map(|scratch| unsafe { &mut *scratch })
 }
 
+/// This CPU's scratch, with the budgets of this tick.
+#[inline(always)]
+pub(crate) fn budgets(now: u32) -> Option<&'static mut Scratch> {
+    let scratch = scratch()?;
+    if scratch.tick != now {
+        scratch.tick = now;
+        scratch.refusals = 0;
+        scratch.scanned = 0;
+    }
+    Some(scratch)
+}
+
 /// Sends the packet, already rewritten behind its Ethernet header, to a next hop; `destination` is the MAC. The last thing done with a
 /// packet: a tag that the next hop wants moves it.
 #[inline(always)]
@@ -420,7 +432,7 @@ pub(crate) unsafe fn fetch_or(word: *mut u32, bits: u32) -> u32 {
 /// Both point to a `T` whose size and alignment are whole words.
 #[inline(always)]
 pub(crate) unsafe fn copy_words<T>(from: *const T, to: *mut T) {
-    const { assert!(size_of::<T>() % 4 == 0 && align_of::<T>() >= 4) };
+    const { assert!(size_of::<T>().is_multiple_of(4) && align_of::<T>() >= 4) };
     let mut word = 0;
     while word < size_of::<T>() / 4 {
         // SAFETY: the caller's.

@@ -1,7 +1,5 @@
 //! UDP datagrams that need more than the hot path: of no live flow, or a flow's first answer.
 
-use core::marker::PhantomData;
-
 use aya_ebpf::programs::XdpContext;
 use lbd_common::abi::{FLOW_REPLIED, FLOW_REVERSE, FLOW_UDP, STAGE_LOCAL};
 use lbd_common::hash;
@@ -50,10 +48,9 @@ pub(crate) fn datagram<A: Tables>(context: &XdpContext) -> Outcome {
     })?;
     // SAFETY: this CPU's value.
     let record = unsafe { &mut (*making).record };
-    client.fill(record, arrival.ethernet, frontend, choice.id, choice.backend.segment, choice.backend.next_hop);
-    let first: First<A> =
-        First { length, sequence: 0, acknowledged: 0, forward: FLOW_UDP, reverse: FLOW_UDP, family: PhantomData };
-    let made = make(&first, now);
+    client.fill(record, arrival.ethernet, frontend, &choice);
+    let first = First { length, sequence: 0, acknowledged: 0, forward: FLOW_UDP, reverse: FLOW_UDP };
+    let made = make::<A>(&first, now);
     found.abandon();
     match made {
         Ok(()) => promoted(frontend),

@@ -229,14 +229,13 @@ pub(crate) fn translate<A: Tables, P: Transport<A>>(
 ) -> Option<Outcome> {
     let (to, next_hop, state) = read(flow, key)?;
     let segment = arrival.segment;
-    let no = |reason| Some(Err(refuse(reason, tenant_of(flow, segment))));
     if packet.hops() <= 1 {
-        return no(Reason::TtlExceeded);
+        return Some(Err(refuse(Reason::TtlExceeded, tenant_of(flow, segment))));
     }
     let length = packet.length();
     let (hop, own_mac) = match resolve(next_hop, length, segment) {
         Ok(found) => found,
-        Err(reason) => return no(reason),
+        Err(reason) => return Some(Err(refuse(reason, tenant_of(flow, segment)))),
     };
     // SAFETY: a map value, which the verifier checks. Only counters and tracking are written, so that a lost race costs a
     // count, never a translation.
@@ -246,7 +245,7 @@ pub(crate) fn translate<A: Tables, P: Transport<A>>(
         } else if state & FLOW_REVERSE != 0 {
             mac_pointer(&(*flow).own)
         } else {
-            return no(Reason::NoNeighbour);
+            return Some(Err(refuse(Reason::NoNeighbour, tenant_of(flow, segment))));
         };
         let flow = &mut *flow;
         if packet.track(flow, state) && hot {

@@ -1,7 +1,7 @@
 //! SYN, FIN and RST on a live flow, and what may come from another MAC.
 
 use aya_ebpf::programs::XdpContext;
-use lbd_common::abi::{BACKEND_ELIGIBLE, FLOW_FIN, FLOW_PEER_FIN, FLOW_RESET, FLOW_REVERSE, Flow, FlowKey, Tuple};
+use lbd_common::abi::{BACKEND_ELIGIBLE, FLOW_FIN, FLOW_PEER_FIN, FLOW_RESET, FLOW_REVERSE, Flow, Tuple};
 use lbd_common::packet::TcpPacket;
 use lbd_common::reason::Reason;
 use lbd_common::tcp::{self, ACK, FIN, RST, SYN};
@@ -98,9 +98,10 @@ pub(crate) fn mark<A>(flow: *mut Flow<A>, bits: u16) -> u16 {
 /// The other half of a flow, given what this half says.
 #[inline(always)]
 pub(crate) fn other<A: Tables>(to: &Tuple<A>, next_hop: u16, state: u16) -> Option<*mut Flow<A>> {
-    let key: FlowKey<A> = reply_key(to, next_hop, state)?;
+    // SAFETY: a tuple on the stack.
+    let key = unsafe { reply_key(to, next_hop, state)? };
     let flow = A::flows().get_ptr_mut(key)?;
-    read(flow, &key).map(|_| flow)
+    read(flow, key).map(|_| flow)
 }
 
 #[inline(always)]

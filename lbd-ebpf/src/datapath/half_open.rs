@@ -1,6 +1,5 @@
 //! Half-open connections: claiming a SNAT port, finding a record, promoting it to a flow.
 
-use core::marker::PhantomData;
 use core::ptr::{read_volatile, write_volatile};
 use core::sync::atomic::{Ordering, compiler_fence};
 
@@ -15,7 +14,7 @@ use lbd_common::packet::{TCP, UDP};
 use lbd_common::reason::Reason;
 
 use super::age::{charge, enqueue, family_use, write_reply};
-use super::context::{compare_and_swap, copy_words, exchange, fetch_add, opaque, scratch};
+use super::context::{budgets, compare_and_swap, copy_words, exchange, fetch_add, opaque};
 use super::flags::mark;
 use super::maps::{SETTINGS, TENANT_USE, TENANTS, Tables};
 
@@ -269,12 +268,7 @@ pub(crate) fn scan<A: Tables>(from: u32, now: u32, expires: u32) -> u64 {
 /// Looks at all ports, beginning with the client's first choice, as far as this CPU's budget goes. Gives what [`scan`] does, or [`LATER`].
 #[inline(always)]
 pub(crate) fn search<A: Tables>(now: u32, expires: u32) -> u64 {
-    let (Some(making), Some(scratch)) = (A::making(), scratch()) else { return LATER };
-    if scratch.tick != now {
-        scratch.tick = now;
-        scratch.refusals = 0;
-        scratch.scanned = 0;
-    }
+    let (Some(making), Some(scratch)) = (A::making(), budgets(now)) else { return LATER };
     // SAFETY: this CPU's value.
     let range = unsafe { u32::from((*making).last).wrapping_sub(u32::from((*making).first)).wrapping_add(1) };
     let (mut from, most, mut result) = (0, opaque::<65_536>(), TAKEN);
@@ -547,7 +541,7 @@ pub(crate) fn take_over<A: Tables>(making: *mut Making<A>, word: u64, now: u32) 
 }
 
 /// The packet that makes a flow.
-pub(crate) struct First<A> {
+pub(crate) struct First {
     /// Length of the IP packet.
     pub(crate) length: u32,
     /// Sequence number after it.
@@ -558,7 +552,6 @@ pub(crate) struct First<A> {
     pub(crate) forward: u16,
     /// State of the reverse half.
     pub(crate) reverse: u16,
-    pub(crate) family: PhantomData<A>,
 }
 
 /// Makes a flow of a half-open record, whose copy is in [`Making::record`]; the client's key is in [`Making::key`]. A second CPU with
@@ -567,13 +560,13 @@ pub(crate) struct First<A> {
 pub(crate) fn promote<A: Tables>(
     found: &Found<A>,
     making: *mut Making<A>,
-    first: &First<A>,
+    first: &First,
     now: u32,
 ) -> Result<bool, Reason> {
     if !found.change(tag::LIVE, tag::PROMOTING) {
         return Ok(false);
     }
-    let result = make(first, now);
+    let result = make::<A>(first, now);
     if result.is_ok() {
         // SAFETY: a map value, which the verifier checks.
         found.release(tag::PROMOTING, unsafe { (*making).record.tenant }, now);
@@ -586,7 +579,7 @@ pub(crate) fn promote<A: Tables>(
 
 /// Makes room, then a flow.
 #[inline(always)]
-pub(crate) fn make<A: Tables>(first: &First<A>, now: u32) -> Result<(), Reason> {
+pub(crate) fn make<A: Tables>(first: &First, now: u32) -> Result<(), Reason> {
     // Room is made before it is needed: the hand looks at two entries for each one that is added.
     A::age_step(now);
     A::age_step(now);
@@ -613,7 +606,7 @@ const NO_TABLES: u64 = 4;
 pub(crate) fn insert<A: Tables>(length: u32, sequence: u32, acknowledged: u32, states: u32, now: u32) -> u64 {
     let Some(making) = A::making() else { return NO_TABLES };
     // SAFETY: this CPU's value; the halves, the key and the record in it do not overlap.
-    let (key, record, half) = unsafe { (&(*making).key, &(*making).record, &mut *(&raw mut (*making).half)) };
+    let (key, record, half) = unsafe { (&(*making).key, &(*making).record, &mut (*making).half) };
     let (Some(used), Some(limits)) = (family_use::<A>(record.tenant), TENANTS.get(u32::from(record.tenant))) else {
         return NO_TABLES;
     };

@@ -1,16 +1,16 @@
 //! TCP packets of no live flow: opening, answering, proving, refusing.
 
-use core::marker::PhantomData;
-
 use aya_ebpf::programs::XdpContext;
 use lbd_common::abi::{
     FLOW_ADOPTED, FLOW_FIN, FLOW_PEER_FIN, FLOW_REPLIED, FRONTEND_ADOPT, Frontend, HALF_OPEN_ANSWERED,
-    HALF_OPEN_ATTEMPT_SHIFT, HalfOpen, Making, NextHop, SETTING_MIGRATING, STAGE_LOCAL, Settings,
+    HALF_OPEN_ATTEMPT_SHIFT, HalfOpen, Making, NextHop, SETTING_MIGRATING, STAGE_LOCAL, Settings, Tuple,
 };
 use lbd_common::breaker;
 use lbd_common::half_open as tag;
 use lbd_common::hash;
-use lbd_common::packet::{ETHERNET, OPTION_END, OPTION_MSS, OPTION_NONE, TCP, TcpPacket, mss, mss_checksum};
+use lbd_common::packet::{
+    ETHERNET, IpHeader as _, OPTION_END, OPTION_MSS, OPTION_NONE, TCP, TcpPacket, mss, mss_checksum,
+};
 use lbd_common::reason::Reason;
 use lbd_common::tcp::{self, ACK, FIN, RST, SYN};
 
@@ -55,7 +55,7 @@ impl<'a, A: Tables> Packet<'a, A> {
 
     /// What the packet says as the first of a flow.
     #[inline(always)]
-    fn first(&self, state: u16) -> First<A> {
+    fn first(&self, state: u16) -> First {
         // The bare ACK may be lost, and the proof be a FIN.
         let fin = self.headers.tcp.flags & FIN != 0;
         First {
@@ -64,7 +64,6 @@ impl<'a, A: Tables> Packet<'a, A> {
             acknowledged: self.headers.acknowledgement(),
             forward: state | if fin { FLOW_FIN } else { 0 },
             reverse: state | if fin { FLOW_PEER_FIN } else { 0 },
-            family: PhantomData,
         }
     }
 }
@@ -117,7 +116,7 @@ pub(crate) fn open<A: Tables>(context: &XdpContext) -> Outcome {
     })?;
     // SAFETY: claimed by this CPU; nobody reads it before it is published.
     let record = unsafe { &mut *found.record() };
-    fill(packet, record, frontend, choice.id, choice.backend.segment, choice.backend.next_hop);
+    packet.client().fill(record, packet.arrival.ethernet, frontend, &choice);
     record.client_sequence = packet.headers.sequence();
     record.backend_sequence = 0;
     record.state = attempt << HALF_OPEN_ATTEMPT_SHIFT;
@@ -125,19 +124,6 @@ pub(crate) fn open<A: Tables>(context: &XdpContext) -> Outcome {
     announce(choice.id, now);
     // SAFETY: this CPU's value.
     Ok(to_backend(context, packet, unsafe { &(*making).to }, hop, frontend))
-}
-
-/// Writes what a record says of both sides.
-#[inline(always)]
-fn fill<A: Tables>(
-    packet: &Packet<'_, A>,
-    record: &mut HalfOpen<A>,
-    frontend: &Frontend,
-    backend: u16,
-    backend_segment: u16,
-    backend_next_hop: u16,
-) {
-    packet.client().fill(record, packet.arrival.ethernet, frontend, backend, backend_segment, backend_next_hop);
 }
 
 /// Whether a SYN that comes again should go to the next candidate.
@@ -223,7 +209,7 @@ pub(crate) fn adopt<A: Tables>(context: &XdpContext) -> Outcome {
     let found = allocate(making, own, now, expires).map_err(|_| no(Reason::NoFlow))?;
     // SAFETY: claimed by this CPU; nobody reads it before it is published.
     let record = unsafe { &mut *found.record() };
-    fill(packet, record, frontend, choice.id, choice.backend.segment, choice.backend.next_hop);
+    packet.client().fill(record, packet.arrival.ethernet, frontend, &choice);
     record.client_sequence = packet.headers.sequence().wrapping_sub(1);
     record.backend_sequence = packet.headers.acknowledgement().wrapping_sub(1);
     record.state = HALF_OPEN_ANSWERED;
@@ -251,7 +237,7 @@ fn hop_to_backend<A: Tables>(
         packet.arrival.segment,
         next_hop,
         packet.headers.total_length(),
-        lbd_common::packet::IpHeader::hops(&packet.headers.ip),
+        packet.headers.ip.hops(),
         frontend,
     )
 }
@@ -261,7 +247,7 @@ fn hop_to_backend<A: Tables>(
 fn to_backend<A: Tables>(
     context: &XdpContext,
     packet: &mut Packet<'_, A>,
-    to: &lbd_common::abi::Tuple<A>,
+    to: &Tuple<A>,
     hop: &NextHop,
     frontend: &Frontend,
 ) -> u32 {
@@ -351,7 +337,7 @@ fn from_backend<A: Tables>(context: &XdpContext, packet: &mut Packet<'_, A>, fou
     }
     let length = packet.headers.total_length();
     let (hop, own_mac) = resolve(record.client_next_hop, length, packet.arrival.segment).map_err(no)?;
-    if lbd_common::packet::IpHeader::hops(&packet.headers.ip) <= 1 {
+    if packet.headers.ip.hops() <= 1 {
         return Err(no(Reason::TtlExceeded));
     }
     if flags & RST != 0 {

@@ -11,7 +11,7 @@ use lbd_common::packet::{self, ETHERNET, Family, IpHeader as _, TcpPacket, UdpPa
 use lbd_common::reason::Reason;
 
 use super::context::{
-    Arrival, BACK, Ethernet, Outcome, at, available, mac_pointer, now, raw, refuse, scratch, settings, tcp_packet,
+    Arrival, BACK, Ethernet, Outcome, at, available, budgets, mac_pointer, now, raw, refuse, settings, tcp_packet,
     udp_packet,
 };
 
@@ -21,7 +21,7 @@ use super::context::{
 pub(crate) fn reject(context: &XdpContext) -> Outcome {
     let arrival = Arrival::in_stage(context).ok_or(refuse(Reason::Internal, 0))?;
     let settings = settings()?;
-    let scratch = scratch().ok_or(refuse(Reason::Internal, 0))?;
+    let scratch = budgets(now()).ok_or(refuse(Reason::Internal, 0))?;
     let tenant = scratch.tenant as u16 & 1023;
     let (reason, mtu) = (scratch.reason, scratch.mtu as u16);
     let trouble = if reason == Reason::TtlExceeded as u32 {
@@ -31,12 +31,6 @@ pub(crate) fn reject(context: &XdpContext) -> Outcome {
     } else {
         None
     };
-    let now = now();
-    if scratch.tick != now {
-        scratch.tick = now;
-        scratch.refusals = 0;
-        scratch.scanned = 0;
-    }
     if scratch.refusals >= settings.rejects_per_tick {
         return Err(refuse(Reason::RejectLimit, tenant));
     }

@@ -360,25 +360,7 @@ mod tests {
     }
 
     fn flow(frontend: u16, state: State) -> Flow {
-        Flow {
-            protocol: 6,
-            segment: 2,
-            client: "192.0.2.9:40000".parse().unwrap(),
-            vip: "192.0.2.34:443".parse().unwrap(),
-            backend: "10.0.0.11:443".parse().unwrap(),
-            backend_segment: 1,
-            snat: "10.0.0.2:1024".parse().unwrap(),
-            frontend,
-            backend_id: 1,
-            state,
-            opened: 0,
-            age: 0,
-            idle: 0,
-            in_packets: 0,
-            in_bytes: 0,
-            out_packets: 0,
-            out_bytes: 0,
-        }
+        Flow { frontend, ..Flow::sample("192.0.2.9:40000".parse().unwrap(), state) }
     }
 
     #[test]

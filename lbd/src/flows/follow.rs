@@ -81,25 +81,7 @@ mod tests {
     use super::*;
 
     fn flow(port: u16, state: State, opened: u32) -> Flow {
-        Flow {
-            protocol: 6,
-            segment: 2,
-            client: (std::net::Ipv4Addr::LOCALHOST, port).into(),
-            vip: "192.0.2.34:6443".parse().unwrap(),
-            backend: "10.0.0.11:30918".parse().unwrap(),
-            backend_segment: 1,
-            snat: "10.0.0.2:1024".parse().unwrap(),
-            frontend: 5,
-            backend_id: 1,
-            state,
-            opened,
-            age: 0,
-            idle: 0,
-            in_packets: 1,
-            in_bytes: 1,
-            out_packets: 1,
-            out_bytes: 1,
-        }
+        Flow { opened, ..Flow::sample((std::net::Ipv4Addr::LOCALHOST, port).into(), state) }
     }
 
     fn look(follower: &mut Follower, flows: &[Flow]) -> Vec<(&'static str, u16, State)> {

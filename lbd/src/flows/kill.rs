@@ -123,22 +123,8 @@ mod tests {
     fn keys_are_those_of_the_maps() {
         let flow = |client: &str, vip: &str, state| Flow {
             protocol: 17,
-            segment: 2,
-            client: client.parse().unwrap(),
             vip: vip.parse().unwrap(),
-            backend: "10.0.0.11:30918".parse().unwrap(),
-            backend_segment: 1,
-            snat: "10.0.0.2:1024".parse().unwrap(),
-            frontend: 5,
-            backend_id: 1,
-            state,
-            opened: 0,
-            age: 0,
-            idle: 0,
-            in_packets: 0,
-            in_bytes: 0,
-            out_packets: 0,
-            out_bytes: 0,
+            ..Flow::sample(client.parse().unwrap(), state)
         };
         let mut keys = Keys::default();
         keys.add(flow("192.0.2.9:40000", "192.0.2.34:53", State::Replied));

@@ -767,6 +767,32 @@ impl<'a> Namer<'a> {
 }
 
 #[cfg(test)]
+impl Flow {
+    /// A flow as most tests want one.
+    pub(crate) fn sample(client: SocketAddr, state: State) -> Self {
+        Self {
+            protocol: 6,
+            segment: 2,
+            client,
+            vip: "192.0.2.34:6443".parse().unwrap(),
+            backend: "10.0.0.11:30918".parse().unwrap(),
+            backend_segment: 1,
+            snat: "10.0.0.2:1024".parse().unwrap(),
+            frontend: 5,
+            backend_id: 1,
+            state,
+            opened: 0,
+            age: 0,
+            idle: 0,
+            in_packets: 1,
+            in_bytes: 1,
+            out_packets: 1,
+            out_bytes: 1,
+        }
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use std::net::Ipv6Addr;
 

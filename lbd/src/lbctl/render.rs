@@ -818,23 +818,10 @@ flows4  1000  4000  25.0%
 
     fn many(count: u32) -> Vec<Flow> {
         let flow = |number: u32| Flow {
-            protocol: 6,
-            segment: 2,
-            client: (std::net::Ipv4Addr::from(number), 40000).into(),
-            vip: "192.0.2.34:6443".parse().unwrap(),
-            backend: "10.0.0.11:30918".parse().unwrap(),
-            backend_segment: 1,
-            snat: "10.0.0.2:1024".parse().unwrap(),
-            frontend: 5,
-            backend_id: 1,
-            state: State::Established,
-            opened: 0,
             age: number,
             idle: 1,
-            in_packets: 1,
             in_bytes: u64::from(number),
-            out_packets: 1,
-            out_bytes: 1,
+            ..Flow::sample((std::net::Ipv4Addr::from(number), 40000).into(), State::Established)
         };
         (0..count).map(flow).collect()
     }

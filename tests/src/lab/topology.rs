@@ -270,18 +270,20 @@ impl Bench {
 
     /// Starts a server on every node for the services of `dual_configuration`.
     pub fn serve_dual(&self) -> Result<Vec<Peer>> {
-        let mut peers = Vec::new();
-        for (place, node) in self.nodes.iter().enumerate() {
-            let listeners: Vec<_> = [false, true]
-                .map(|v6| Self::node_address(place, v6))
-                .iter()
-                .flat_map(|address| {
-                    [Listener::plain(address, Self::NODE_PORT), Listener::udp(address, Self::UDP_PORTS.1)]
-                })
-                .collect();
-            peers.push(Peer::serve(&self.lab, node, node.name(), &listeners)?);
-        }
-        Ok(peers)
+        serve_dual(&self.lab, &self.nodes)
+    }
+
+    /// `dual`, with servers on its nodes and a running agent, whose configuration is `dual_configuration` after `change`.
+    pub fn dual_running(name: &str, change: impl Fn(String) -> String) -> Result<(Self, Vec<Peer>, Agent)> {
+        let bench = Self::dual(name)?;
+        let servers = bench.serve_dual()?;
+        let agent = bench.dual_agent(&change(Self::dual_configuration("")))?;
+        Ok((bench, servers, agent))
+    }
+
+    /// The TCP frontends of the first tenant of `dual_configuration`: IPv4, IPv6.
+    pub fn targets() -> [String; 2] {
+        [super::socket(Self::VIP, 6443), super::socket(Self::VIP6, 6443)]
     }
 
     /// A configuration from the file alone, for `dual`: `VIP:6443` and `VIP:5353/udp` of both tenants, in both families, on all nodes at
@@ -461,18 +463,7 @@ impl Trunk {
 
     /// Starts a server on every node for the services of `configuration`.
     pub fn serve(&self) -> Result<Vec<Peer>> {
-        let mut peers = Vec::new();
-        for (place, node) in self.nodes.iter().enumerate() {
-            let listeners: Vec<_> = [false, true]
-                .map(|v6| Bench::node_address(place, v6))
-                .iter()
-                .flat_map(|address| {
-                    [Listener::plain(address, Bench::NODE_PORT), Listener::udp(address, Bench::UDP_PORTS.1)]
-                })
-                .collect();
-            peers.push(Peer::serve(&self.lab, node, node.name(), &listeners)?);
-        }
-        Ok(peers)
+        serve_dual(&self.lab, &self.nodes)
     }
 
     /// A configuration in which both tenants have the VIPs 192.0.2.34 and 2001:db8:a::34, with 6443 and 5353/udp: tenant a on n1 and n2,
@@ -561,4 +552,20 @@ fn wait_served(client: &Namespace, target: &str, tls: bool, limit: Duration) -> 
         super::get(client, target, tls)?;
         Ok(true)
     })
+}
+
+/// Starts a server on every node, in both families: TCP at `Bench::NODE_PORT`, UDP at the second of `Bench::UDP_PORTS`.
+fn serve_dual(lab: &Lab, nodes: &[Namespace]) -> Result<Vec<Peer>> {
+    let mut peers = Vec::new();
+    for (place, node) in nodes.iter().enumerate() {
+        let listeners: Vec<_> = [false, true]
+            .map(|v6| Bench::node_address(place, v6))
+            .iter()
+            .flat_map(|address| {
+                [Listener::plain(address, Bench::NODE_PORT), Listener::udp(address, Bench::UDP_PORTS.1)]
+            })
+            .collect();
+        peers.push(Peer::serve(lab, node, node.name(), &listeners)?);
+    }
+    Ok(peers)
 }

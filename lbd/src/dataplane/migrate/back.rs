@@ -22,7 +22,7 @@ use super::super::loader::{self, HOP_RECORDS, Paths};
 use super::tables::{Counters, Flows, Half, Late, Living};
 use super::{KEPT, Stage, Step, failed, predecessor, v1};
 
-/// What [`rollback`] did.
+/// What `rollback` did.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RolledBack {
     /// Map ABI that is in force now.

@@ -12,7 +12,7 @@
 //! ```
 //!
 //! Before the programs are replaced nobody reads the new maps, and they are written like any other map. After that their flows are live,
-//! and changed by the control program only. The old maps and programs stay pinned, as the way back ([`back`]).
+//! and changed by the control program only. The old maps and programs stay pinned, as the way back (`back`).
 
 use std::collections::HashMap;
 use std::io;
