@@ -24,8 +24,10 @@ impl World {
     }
 
     fn add(&mut self, named: &str, uid: &str) -> &mut Service {
-        let entry = self.inventory.services.entry(name(named));
-        entry.or_insert_with(|| service(uid, &[(6443, 30918)]))
+        if !self.inventory.services.contains_key(&name(named)) {
+            self.inventory.services.insert(name(named), service(uid, &[(6443, 30918)]));
+        }
+        self.inventory.services.get_mut(&name(named)).unwrap()
     }
 
     fn assign(&mut self) -> Assignments {

@@ -2,6 +2,7 @@
 
 pub mod events;
 pub mod kubernetes;
+mod objects;
 pub mod status;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -9,6 +10,7 @@ use std::net::IpAddr;
 
 use serde::{Deserialize, Serialize};
 
+pub use self::objects::Objects;
 use crate::config::Protocol;
 
 /// `loadBalancerClass` of Services that ask for lbd by name.
@@ -62,7 +64,7 @@ impl TryFrom<String> for ObjectName {
     }
 }
 
-/// Everything known of a hub, as one snapshot. Serializable: the last one is kept on disk.
+/// Everything known of a hub, as one snapshot; copies share what is the same. Serializable: the last one is kept on disk.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Inventory {
     /// All first lists have arrived (in this life or, restored from disk, in an earlier one).
@@ -70,13 +72,13 @@ pub struct Inventory {
     /// UID of the namespace `kube-system`: the cluster's identity.
     pub cluster: Option<String>,
     /// Services by name.
-    pub services: BTreeMap<ObjectName, Service>,
+    pub services: Objects<ObjectName, Service>,
     /// Nodes by name.
-    pub nodes: BTreeMap<String, Node>,
+    pub nodes: Objects<String, Node>,
     /// Labels of namespaces.
-    pub namespaces: BTreeMap<String, BTreeMap<String, String>>,
+    pub namespaces: Objects<String, BTreeMap<String, String>>,
     /// Endpoints by Service.
-    pub endpoints: BTreeMap<ObjectName, Vec<Endpoint>>,
+    pub endpoints: Objects<ObjectName, Vec<Endpoint>>,
 }
 
 /// What lbd reads of a Service.

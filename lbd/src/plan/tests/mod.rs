@@ -231,8 +231,8 @@ fn a50_the_order_of_nodes_does_not_matter_and_ids_have_no_part_in_the_table() {
     // Other ids: the nodes come one by one, in another order, before the Service does.
     let mut other = World::roles();
     let nodes = std::mem::take(&mut other.inventory.nodes);
-    for (name, node) in nodes.into_iter().rev() {
-        other.inventory.nodes.insert(name, node);
+    for (name, node) in nodes.iter().rev() {
+        other.inventory.nodes.insert(name.clone(), node.clone());
         other.apply();
     }
     let last = other.plan();
@@ -484,7 +484,7 @@ fn a_reserved_service_that_goes_leaves_a_frontend_without_backend() {
     assert_eq!((frontend.table, frontend.target_port), (None, 0));
     let waiting = frontend.id;
     assert!(plan.notices.is_empty(), "{:?}", plan.notices);
-    world.add(ROUTER, router);
+    world.add(ROUTER, (*router).clone());
     let plan = world.apply();
     assert_eq!(at(&plan, "192.168.203.111", 443).id, waiting);
     assert_eq!(serving(&plan, "192.168.203.111", 443), ALL_NODES);

@@ -27,7 +27,7 @@ use crate::config;
 
 /// Shortest pause between two snapshots.
 const PUBLISH_INTERVAL: Duration = Duration::from_millis(5);
-/// Longest pause between two snapshots, when a copy of the inventory takes long.
+/// Longest pause between two snapshots, however many objects there are.
 const PUBLISH_INTERVAL_MAX: Duration = Duration::from_millis(200);
 
 /// Limits and pauses of the conversation with the server.
@@ -248,9 +248,9 @@ async fn publish(mut updates: mpsc::Receiver<Update>, snapshots: watch::Sender<S
         if show {
             changed = false;
             last = begun;
-            // The next change copies the inventory: the larger it is, the less often that may happen.
+            // The next change copies the names of one kind: the more there are, the less often that may happen.
             let size = assembler.inventory.services.len() + assembler.inventory.nodes.len();
-            interval = (PUBLISH_INTERVAL + Duration::from_micros(10) * u32::try_from(size).unwrap_or(u32::MAX))
+            interval = (PUBLISH_INTERVAL + Duration::from_micros(2) * u32::try_from(size).unwrap_or(u32::MAX))
                 .min(PUBLISH_INTERVAL_MAX);
         }
     }
