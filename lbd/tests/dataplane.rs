@@ -148,8 +148,16 @@ fn plan(vips: u8) -> Plan {
         octets[3] += number;
         let vip = IpAddr::from(octets);
         plan.addresses.insert((1, vip), AddressPlan { vip: true, tenant: 1, ..AddressPlan::default() });
-        let backend =
-            FrontendBackend { id: 1, address: node, port: 0, node: None, weight: 1, serving: true, probed: true };
+        let backend = FrontendBackend {
+            id: 1,
+            address: node,
+            port: 0,
+            node: None,
+            weight: 1,
+            serving: true,
+            probed: true,
+            sure: true,
+        };
         plan.frontends.insert(
             FrontendAddress { segment: 1, vip, port: 6443, protocol: Protocol::Tcp },
             FrontendPlan {
@@ -158,6 +166,8 @@ fn plan(vips: u8) -> Plan {
                 name: "api".into(),
                 service: None,
                 service_uid: String::new(),
+                guest_made: false,
+                mode: None,
                 source_affinity: false,
                 preserve_client: false,
                 adopt: false,
@@ -514,6 +524,7 @@ fn a_nodes_death_is_written_fast_for_ten_thousand_services() -> Result<()> {
                 weight: 1,
                 serving: id <= alive,
                 probed: true,
+                sure: true,
             })
             .collect();
         for backend in &list {

@@ -13,7 +13,7 @@ use crate::api::types::{
     Backend, Event, FrontendLabel, InterfaceStatus, Names, SegmentLabel, Service, SourceStatus, Status, TenantVips,
     Vip, service_state, vip_state,
 };
-use crate::config::{AddressRange, Config, SegmentName, Tenant, Via};
+use crate::config::{AddressRange, Config, Mode, SegmentName, Tenant, Via};
 use crate::ipam::{RESERVED, Record};
 use crate::plan::model::{FrontendAddress, FrontendBackend, FrontendPlan, Health, HostFacts, Plan};
 
@@ -233,8 +233,13 @@ impl Tally {
         for backend in reachable(frontend) {
             tally.serving += u32::from(backend.serving && frontend.table.is_some());
             if counts(backend) {
+                let up = frontend.health_of(backend, health).up;
+                // A node without an endpoint of the Service is not missed.
+                if !backend.sure && up != Some(true) {
+                    continue;
+                }
                 tally.all += 1;
-                match frontend.health_of(backend, health).up {
+                match up {
                     Some(true) => tally.up += 1,
                     Some(false) => tally.down += 1,
                     None => {}
@@ -273,6 +278,12 @@ pub(crate) fn services(plan: &Plan, health: &Health) -> Vec<Service> {
             serving: tally.serving,
             up: Some(tally.up),
             backends: Some(tally.all),
+            mode: Some(match frontend.mode {
+                None => "file".to_owned(),
+                Some(Mode::Nodes) => "nodes".to_owned(),
+                Some(Mode::Endpoints) => "endpoints".to_owned(),
+            }),
+            clients: Some(if frontend.guest_made { "all (guest)" } else { "all" }.to_owned()),
             affinity: if frontend.source_affinity { "source" } else { "flow" }.to_owned(),
             target_port: frontend.target_port,
             snat: frontend.snat,
@@ -369,7 +380,9 @@ fn vips_of(tenant: &Tenant, addresses: &Addresses, plan: &Plan, now: i64) -> Ten
         add(&mut listed, entry.address, vip_state::USED, Some(entry.service.to_string()), None);
     }
     for entry in recorded {
-        if let Some(freed) = entry.freed {
+        if let Some(freed) = entry.freed
+            && listed.get(&entry.address).is_none_or(|vip| vip.state != vip_state::USED)
+        {
             let left = u64::try_from(freed.saturating_add(RESERVED).saturating_sub(now)).unwrap_or(0);
             add(&mut listed, entry.address, vip_state::RESERVED, Some(entry.service.to_string()), Some(left));
         }

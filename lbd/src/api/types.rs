@@ -217,6 +217,13 @@ pub struct Service {
     pub up: Option<u32>,
     /// All backends; absent = not known (no agent).
     pub backends: Option<u32>,
+    /// How backends are found: `nodes`, `endpoints`, or `file`; absent = not known (no agent).
+    #[serde(default)]
+    pub mode: Option<String>,
+    /// Who may connect, as far as lbd sees: `all`, or `all (guest)`: the guest cluster's Service may say otherwise, and its mirror on the hub
+    /// does not show that; absent = not known (no agent).
+    #[serde(default)]
+    pub clients: Option<String>,
     /// `flow` or `source`.
     pub affinity: String,
     /// Port on the backends; 0 = not known yet.

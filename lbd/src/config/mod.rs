@@ -115,6 +115,13 @@ impl Config {
         segments.filter(|segment| segment.vlan.is_some()).map(|segment| segment.interface.as_str()).collect()
     }
 
+    /// SNAT addresses that the file names, with the segments in which they are used.
+    pub fn source_addresses(&self) -> BTreeSet<(SegmentName, IpAddr)> {
+        let mut all = validate::sources(self);
+        all.extend(self.hub.snat.iter().map(|&address| (self.hub.segment.clone(), address)));
+        all
+    }
+
     /// A tenant by name.
     pub fn tenant(&self, name: &str) -> Option<&Tenant> {
         self.tenants.iter().find(|tenant| tenant.name == name)
@@ -277,6 +284,8 @@ pub struct Claim {
     pub namespace_labels: BTreeMap<String, String>,
     /// Labels that the Service must have.
     pub service_labels: BTreeMap<String, String>,
+    /// How backends are derived; `None` = from the Service itself.
+    pub mode: Option<Mode>,
     /// Limits for Services that guests made.
     pub guest: Guest,
 }
@@ -352,7 +361,7 @@ pub struct Frontend {
     pub backends: Vec<StaticBackend>,
     /// Where the backends live.
     pub via: Via,
-    /// Use endpoints rather than nodes.
+    /// How backends are derived from the Service; `None` = from the Service itself.
     pub mode: Option<Mode>,
     /// Settings.
     pub settings: FrontendSettings,
@@ -419,9 +428,10 @@ pub enum Via {
 }
 
 /// How backends are derived from a Service.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Mode {
     /// Node address : NodePort.
+    #[default]
     Nodes,
     /// Endpoint address : slice port.
     Endpoints,
@@ -536,6 +546,8 @@ pub struct Probe {
     pub rise: u32,
     /// Pause while the state is in doubt.
     pub fast_interval: Duration,
+    /// File with the authorities that the server's certificate must come from (TLS); `None` = any certificate will do.
+    pub ca: Option<PathBuf>,
 }
 
 /// Kinds of probe.
@@ -550,6 +562,8 @@ pub enum ProbeKind {
     Https,
     /// TLS handshake.
     Tls,
+    /// The health port of a Service with `externalTrafficPolicy: Local`: 200 and a positive count. Not to be written in the file.
+    LocalEndpoints,
 }
 
 /// A port to probe.

@@ -9,14 +9,15 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use ipnet::IpNet;
+use rustls::pki_types::ServerName;
 
 use super::document::{Node, Value};
 use super::error::{Mistake, Position, quote};
 use super::fields::{Item, Object, Positions, Result, is_label_key, show_duration};
 use super::unsupported::Unsupported;
 use super::{
-    Adopt, Affinity, AllDown, Claim, Config, Datapath, Frontend, FrontendPort, FrontendSettings, Guest, HostAccess,
-    Hub, IpMode, Kubernetes, Limits, Mode, MssClamp, OnDown, Origin, Probe, ProbeKind, ProbePort, Protocol,
+    AddressRange, Adopt, Affinity, AllDown, Claim, Config, Datapath, Frontend, FrontendPort, FrontendSettings, Guest,
+    HostAccess, Hub, IpMode, Kubernetes, Limits, Mode, MssClamp, OnDown, Origin, Probe, ProbeKind, ProbePort, Protocol,
     SegmentName, StaticBackend, Tenant, Timeouts, Unserved, Via, XdpMode,
 };
 
@@ -217,7 +218,7 @@ fn tenant(item: &Item<'_>, defaults: &Settings) -> Result<Tenant> {
 }
 
 fn claim(item: &Item<'_>) -> Result<Claim> {
-    let claim = item.object(&["namespaces", "namespace_selector", "service_selector", "guest"])?;
+    let claim = item.object(&["namespaces", "namespace_selector", "service_selector", "mode", "guest"])?;
     let mut namespaces = Vec::new();
     if let Some(list) = claim.get("namespaces") {
         for item in list.list("namespaces")? {
@@ -238,17 +239,30 @@ fn claim(item: &Item<'_>) -> Result<Claim> {
     let guest = match claim.get("guest") {
         Some(item) => {
             let guest = item.object(&["max_vips", "pools"])?;
-            if let Some(pools) = guest.get("pools") {
-                return Err(pools.unsupported(Unsupported::GuestPools));
-            }
             Guest {
                 max_vips: guest.get("max_vips").map(|item| item.number(0..=65_535)).transpose()?,
-                pools: Vec::new(),
+                pools: match guest.get("pools") {
+                    Some(list) => guest_pools(&list)?,
+                    None => Vec::new(),
+                },
             }
         }
         None => Guest::default(),
     };
-    Ok(Claim { namespaces, namespace_labels, service_labels, guest })
+    let mode = claim.get("mode").map(|item| mode(&item)).transpose()?;
+    Ok(Claim { namespaces, namespace_labels, service_labels, mode, guest })
+}
+
+fn guest_pools(list: &Item<'_>) -> Result<Vec<AddressRange>> {
+    let items = list.list("ranges or prefixes")?;
+    if items.is_empty() {
+        return Err(list.wrong("is empty: write ranges of the tenant's pools, or remove it for all of them"));
+    }
+    items.iter().map(Item::range).collect()
+}
+
+fn mode(item: &Item<'_>) -> Result<Mode> {
+    item.choice(&[("nodes", Mode::Nodes), ("endpoints", Mode::Endpoints)])
 }
 
 fn limits(item: &Item<'_>) -> Result<Limits> {
@@ -321,27 +335,32 @@ fn frontend(item: &Item<'_>, outer: &Settings) -> Result<Frontend> {
             "has a port of its own, but the frontend has several: write `target` at the ports, or one frontend per port",
         ));
     }
-    let via = match frontend.get("via") {
-        Some(item) => {
-            let via = item.choice(&[("hub", Via::Hub), ("tenant", Via::Tenant)])?;
-            if via == Via::Tenant && service.is_some() {
-                return Err(item.wrong("the nodes of a Service are behind the hub: remove it or write hub"));
-            }
-            via
-        }
-        None => Via::Hub,
-    };
     let mode = match frontend.get("mode") {
         Some(item) => {
-            if item.choice(&[("nodes", Mode::Nodes), ("endpoints", Mode::Endpoints)])? == Mode::Endpoints {
-                return Err(item.unsupported(Unsupported::Endpoints));
-            }
+            let mode = mode(&item)?;
             if service.is_none() {
                 return Err(item.wrong("is for frontends with `service`, and this one has backends: remove it"));
             }
-            Some(Mode::Nodes)
+            Some(mode)
         }
         None => None,
+    };
+    let endpoints = mode == Some(Mode::Endpoints);
+    let via = match frontend.get("via") {
+        Some(item) => {
+            let via = item.choice(&[("hub", Via::Hub), ("tenant", Via::Tenant)])?;
+            if via == Via::Tenant && service.is_some() && !endpoints {
+                return Err(item.wrong("the nodes of a Service are behind the hub: remove it or write hub"));
+            }
+            if via == Via::Hub && endpoints {
+                return Err(
+                    item.wrong("endpoints of a Service are reached in the tenant's segment: remove it or write tenant")
+                );
+            }
+            via
+        }
+        None if endpoints => Via::Tenant,
+        None => Via::Hub,
     };
     let mut settings = inherit(&frontend, outer)?;
     if via == Via::Tenant && frontend.get("snat").is_none() {
@@ -471,6 +490,7 @@ struct ProbeSettings {
     fall: Option<u32>,
     rise: Option<u32>,
     fast_interval: Option<Duration>,
+    ca: Option<PathBuf>,
     /// The innermost `health` whose times were merged last, to point at.
     last: Option<Place>,
 }
@@ -532,8 +552,8 @@ fn inherit(object: &Object<'_>, outer: &Settings) -> Result<Settings> {
     Ok(settings)
 }
 
-const PROBE_KEYS: [&str; 10] =
-    ["probe", "port", "path", "host", "expect", "interval", "timeout", "fall", "rise", "fast_interval"];
+const PROBE_KEYS: [&str; 11] =
+    ["probe", "port", "path", "host", "expect", "ca", "interval", "timeout", "fall", "rise", "fast_interval"];
 
 fn probe(item: &Item<'_>, outer: &ProbeSettings) -> Result<ProbeSettings> {
     let mut probe = outer.clone();
@@ -545,9 +565,6 @@ fn probe(item: &Item<'_>, outer: &ProbeSettings) -> Result<ProbeSettings> {
             ("https", ProbeKind::Https),
             ("tls", ProbeKind::Tls),
         ])?;
-        if kind != ProbeKind::Tcp {
-            return Err(item.unsupported(Unsupported::Probe));
-        }
         probe.kind = Some(kind);
     }
     if let Some(item) = health.get("port") {
@@ -567,7 +584,7 @@ fn probe(item: &Item<'_>, outer: &ProbeSettings) -> Result<ProbeSettings> {
     if let Some(item) = health.get("path") {
         let path = item.text("a path such as /healthz")?;
         if !matches!(kind, ProbeKind::Http | ProbeKind::Https) {
-            return Err(item.wrong("is for probes that ask by HTTP, and this one only connects: remove it"));
+            return Err(item.wrong("is for probes that ask by HTTP, and this one does not: remove it"));
         }
         if !path.starts_with('/') || path.contains(|c: char| !c.is_ascii_graphic()) {
             return Err(
@@ -581,12 +598,23 @@ fn probe(item: &Item<'_>, outer: &ProbeSettings) -> Result<ProbeSettings> {
         if kind == ProbeKind::Tcp {
             return Err(item.wrong("is for probes that send a name, and this one only connects: remove it"));
         }
+        if ServerName::try_from(host).is_err() {
+            return Err(
+                item.wrong(format!("{} is not the name of a host: write one such as api.example.com", quote(host)))
+            );
+        }
         probe.host = Some(host.to_owned());
+    }
+    if let Some(item) = health.get("ca") {
+        if !matches!(kind, ProbeKind::Https | ProbeKind::Tls) {
+            return Err(item.wrong("is for probes that speak TLS, and this one does not: remove it"));
+        }
+        probe.ca = Some(item.path()?);
     }
     if let Some(item) = health.get("expect") {
         let codes = item.list("HTTP codes")?.iter().map(|item| item.number(100..=599)).collect::<Result<Vec<_>>>()?;
         if !matches!(kind, ProbeKind::Http | ProbeKind::Https) {
-            return Err(item.wrong("is for probes that ask by HTTP, and this one only connects: remove it"));
+            return Err(item.wrong("is for probes that ask by HTTP, and this one does not: remove it"));
         }
         probe.expect = Some(codes.into_iter().map(|code| code as u16).collect());
     }
@@ -693,6 +721,7 @@ impl Settings {
                 fall: probe.fall.unwrap_or(3),
                 rise: probe.rise.unwrap_or(2),
                 fast_interval,
+                ca: probe.ca.clone(),
             },
             timeouts: self.timeouts.unwrap_or_else(default_timeouts),
         })

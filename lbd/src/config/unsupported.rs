@@ -10,12 +10,6 @@ pub(super) enum Unsupported {
     Sctp,
     /// `source_ranges` with something in it.
     SourceRanges,
-    /// `probe: http`, `https` or `tls`.
-    Probe,
-    /// `mode: endpoints`.
-    Endpoints,
-    /// `pools` of a claim's `guest`.
-    GuestPools,
     /// `matchExpressions` of a selector.
     MatchExpressions,
 }
@@ -28,9 +22,6 @@ impl Unsupported {
             Self::SourceRanges => {
                 "is not supported yet by this version: remove it, and filter before this host until it is"
             }
-            Self::Probe => "this probe is not supported yet by this version: remove it or write tcp",
-            Self::Endpoints => "endpoints is not supported yet by this version: remove it or write nodes",
-            Self::GuestPools => "is not supported yet by this version: remove it; max_vips is supported",
             Self::MatchExpressions => "is not supported yet by this version: remove it or write matchLabels",
         }
     }

@@ -484,6 +484,18 @@ impl<'a> Checks<'a> {
                 if tenant.pools.is_empty() {
                     return wrong("the tenant has no addresses for them: write `pools`".to_owned());
                 }
+                for (at, range) in claim.guest.pools.iter().enumerate() {
+                    if !covered(*range, &tenant.pools) {
+                        return self.mistake(
+                            &format!("{path}.guest.pools[{at}]"),
+                            format!(
+                                "tenant {}: claim[{index}].guest.pools[{at}]: {range} is not inside the tenant's `pools`: write a part of \
+                                 them",
+                                tenant.name
+                            ),
+                        );
+                    }
+                }
                 for (other, earlier, first) in &claims {
                     let Some(what) = claim.meets(earlier) else {
                         continue;
@@ -565,7 +577,7 @@ fn avoid_impossible(config: &mut Config) {
 }
 
 /// The SNAT addresses of tenants and frontends, with the segments in which they are used.
-fn sources(config: &Config) -> BTreeSet<(SegmentName, IpAddr)> {
+pub(super) fn sources(config: &Config) -> BTreeSet<(SegmentName, IpAddr)> {
     let mut all = BTreeSet::new();
     for tenant in &config.tenants {
         let mut add = |segment: &SegmentName, settings: &FrontendSettings| {
@@ -603,7 +615,7 @@ impl AddressRange {
 
 impl Claim {
     fn same_services(&self, other: &Self) -> bool {
-        let Self { namespaces, namespace_labels, service_labels, guest: _ } = self;
+        let Self { namespaces, namespace_labels, service_labels, mode: _, guest: _ } = self;
         (namespaces, namespace_labels, service_labels)
             == (&other.namespaces, &other.namespace_labels, &other.service_labels)
     }

@@ -532,6 +532,7 @@ mod tests {
             weight: 1,
             serving: true,
             probed: true,
+            sure: true,
         }];
         let backend = BackendPlan { address: list[0].address, port: 22, segment: 1, node: None, eligible: true };
         plan.backends.insert(4, backend);
@@ -551,6 +552,8 @@ mod tests {
             timeouts: 3,
             service: None,
             service_uid: String::new(),
+            guest_made: false,
+            mode: None,
             source_affinity: false,
             preserve_client: true,
             adopt: true,

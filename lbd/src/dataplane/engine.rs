@@ -1161,7 +1161,16 @@ mod tests {
             let address = IpAddr::from([10, 0, 0, 10 + node]);
             let id = u16::from(node);
             plan.backends.insert(id, BackendPlan { address, port: 0, segment: 2, node: None, eligible: true });
-            list.push(FrontendBackend { id, address, port: 0, node: None, weight: 1, serving: true, probed: true });
+            list.push(FrontendBackend {
+                id,
+                address,
+                port: 0,
+                node: None,
+                weight: 1,
+                serving: true,
+                probed: true,
+                sure: true,
+            });
         }
         if nodes > 0 {
             plan.tables.push((0..slots).map(|slot| (slot % usize::from(nodes)) as u16 + 1).collect::<Vec<_>>().into());
@@ -1175,6 +1184,8 @@ mod tests {
                 name: "api".into(),
                 service: None,
                 service_uid: String::new(),
+                guest_made: false,
+                mode: None,
                 source_affinity: false,
                 preserve_client: false,
                 adopt: false,

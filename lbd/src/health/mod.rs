@@ -4,6 +4,8 @@
 //! [`PROBES_PER_SECOND`] are started; what does not fit waits its turn, oldest first, so that a burst or a wall of dead targets delays
 //! nobody for long.
 
+#[cfg(test)]
+mod answers;
 mod probe;
 mod state;
 #[cfg(test)]
@@ -12,6 +14,7 @@ mod tests;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap};
 use std::net::IpAddr;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -21,7 +24,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until};
 
-use self::probe::{Outcome, probe};
+use self::probe::{Outcome, Trust, probe};
 use self::state::Machine;
 use crate::config::{Probe, ProbeKind, ProbePort};
 use crate::plan::model::{Health, ProbeTarget, TargetHealth};
@@ -69,6 +72,8 @@ struct SavedProbe {
     fall: u32,
     rise: u32,
     fast_interval: Duration,
+    #[serde(default)]
+    ca: Option<PathBuf>,
 }
 
 /// [`ProbeKind`] as on disk.
@@ -79,6 +84,7 @@ enum SavedKind {
     Http,
     Https,
     Tls,
+    LocalEndpoints,
 }
 
 /// What is worth keeping on disk.
@@ -171,6 +177,7 @@ struct Task {
     by_target: BTreeMap<Arc<ProbeTarget>, u64>,
     queue: BinaryHeap<Reverse<(Instant, u64)>>,
     running: JoinSet<(u64, Outcome)>,
+    trust: Trust,
     /// Probes under way to targets that are down: a wall of silent ones must not take the places of all others.
     running_down: usize,
     limit: usize,
@@ -198,6 +205,7 @@ impl Task {
             by_target: BTreeMap::new(),
             queue: BinaryHeap::new(),
             running: JoinSet::new(),
+            trust: Trust::default(),
             running_down: 0,
             limit,
             next_id: 0,
@@ -327,7 +335,8 @@ impl Task {
             slot.running += 1;
             self.running_down += usize::from(down);
             let target = Arc::clone(&slot.target);
-            self.running.spawn(async move { (id, probe(&target).await) });
+            let trust = self.trust.clone();
+            self.running.spawn(async move { (id, probe(&target, &trust).await) });
             self.schedule(id);
         }
         self.bucket = (now, tokens);
@@ -360,7 +369,7 @@ impl Task {
             self.running_down = self.running_down.saturating_sub(1);
         }
         let (changed, cause) = match outcome {
-            Outcome::Success => (slot.machine.observe(true, &slot.target.probe), "connected".to_owned()),
+            Outcome::Success(how) => (slot.machine.observe(true, &slot.target.probe), how),
             Outcome::Failure(cause) => (slot.machine.observe(false, &slot.target.probe), cause),
             Outcome::Unasked(cause) => (false, cause),
         };

@@ -149,13 +149,15 @@ async fn causes_are_named() {
     let (prober, mut health) = Prober::start(Health::new());
     let refusing = target(port, |_| ());
     let missing = ProbeTarget { interface: Arc::from("no-such-if"), ..target(port, |_| ()) };
-    let http = target(port, |probe| probe.kind = ProbeKind::Http);
-    prober.set_targets([refusing.clone(), missing.clone(), http.clone()].into());
+    let unreadable = target(port, |probe| {
+        (probe.kind, probe.ca) = (ProbeKind::Tls, Some("/no/such/file".into()));
+    });
+    prober.set_targets([refusing.clone(), missing.clone(), unreadable.clone()].into());
     assert_eq!(wait(&mut health, &refusing, Some(false)).await.cause, "connection refused");
     assert_eq!(wait(&mut health, &missing, Some(false)).await.cause, "interface no-such-if does not exist");
     let named =
-        timeout(Duration::from_secs(5), health.wait_for(|all| all[&http].cause.starts_with("unsupported"))).await;
-    assert_eq!(named.unwrap().unwrap()[&http].up, None);
+        timeout(Duration::from_secs(5), health.wait_for(|all| all[&unreadable].cause.starts_with("health.ca"))).await;
+    assert_eq!(named.unwrap().unwrap()[&unreadable].up, None);
 }
 
 #[tokio::test]

@@ -94,19 +94,32 @@ impl<'a> Addresses<'a> {
         }
     }
 
-    /// Gives an address to a Service. Returns whose reservation ends by that: tenant and Service.
-    pub(super) fn take(
-        &mut self,
+    /// Gives an address to a Service. Returns whose reservations end by that: tenant and Service. Those of Services that shared it stay.
+    pub(super) fn take(&mut self, tenant: &Tenant, address: IpAddr, service: &ObjectName) -> Vec<(String, ObjectName)> {
+        let holders = self.holders.entry((tenant.segment.clone(), address)).or_default();
+        if let Some(own) = holders.iter_mut().find(|holder| holder.tenant == tenant.name && holder.service == *service)
+        {
+            own.freed = None;
+            return Vec::new();
+        }
+        let mut former = Vec::new();
+        if holders.iter().all(|holder| holder.freed.is_some()) {
+            former = holders.drain(..).map(|holder| (holder.tenant, holder.service)).collect();
+        }
+        holders.push(Holder { tenant: tenant.name.clone(), service: service.clone(), freed: None });
+        former
+    }
+
+    /// Who else has the address now: tenants and Services.
+    pub(super) fn holders<'b>(
+        &'b self,
         tenant: &Tenant,
         address: IpAddr,
-        service: &ObjectName,
-    ) -> Option<(String, ObjectName)> {
-        let holders = self.holders.entry((tenant.segment.clone(), address)).or_default();
-        let former = holders.iter().position(|holder| holder.freed.is_some()).map(|index| holders.remove(index));
-        if !holders.iter().any(|holder| holder.service == *service) {
-            holders.push(Holder { tenant: tenant.name.clone(), service: service.clone(), freed: None });
-        }
-        former.map(|former| (former.tenant, former.service))
+        service: &'b ObjectName,
+    ) -> impl Iterator<Item = (&'b str, &'b ObjectName)> + use<'b, 'a> {
+        let all = self.holders.get(&(tenant.segment.clone(), address)).into_iter().flatten();
+        let others = all.filter(move |holder| holder.freed.is_none() && holder.service != *service);
+        others.map(|holder| (holder.tenant.as_str(), &holder.service))
     }
 
     /// Whether a Service may keep the address that the record names; else why not.
@@ -119,27 +132,29 @@ impl<'a> Addresses<'a> {
         if let Some(other) = other {
             return Err(format!("it is in the pool of tenant {} now", other.name));
         }
-        let holders = self.holders.get(&(tenant.segment.clone(), address));
-        // Two entries for one address can only come from a damaged record; the first by name keeps it.
-        match holders.into_iter().flatten().find(|holder| holder.freed.is_none()) {
-            Some(holder) if holder.service != *service && holder.service < *service => {
-                Err(format!("it is also recorded for {}", holder.service))
-            }
-            Some(_) | None => Ok(()),
+        // Two of one tenant share it, or shared it once. Of two tenants one is a mistake: the first by name keeps it.
+        let here = (tenant.name.as_str(), service);
+        match self.holders(tenant, address, service).find(|other| other.0 != tenant.name && *other < here) {
+            Some((other, holder)) => Err(format!("it is also recorded for {holder} of tenant {other}")),
+            None => Ok(()),
         }
     }
 
     /// Whether a Service may have this address; else why not. A reservation for another Service is no hindrance.
     pub(super) fn free(&self, tenant: &Tenant, address: IpAddr, service: &ObjectName) -> Result<(), String> {
+        self.allowed(tenant, address)?;
+        match self.holders(tenant, address, service).next() {
+            Some((_, holder)) => Err(format!("it belongs to the Service {holder}")),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether Services of a tenant may have this address; else why not.
+    pub(super) fn allowed(&self, tenant: &Tenant, address: IpAddr) -> Result<(), String> {
         if !tenant.pools.iter().any(|pool| pool.contains(address)) {
             return Err(format!("it is in no pool of tenant {}", tenant.name));
         }
-        self.usable(tenant, address)?;
-        let holders = self.holders.get(&(tenant.segment.clone(), address));
-        match holders.into_iter().flatten().find(|holder| holder.freed.is_none() && holder.service != *service) {
-            Some(holder) => Err(format!("it belongs to the Service {}", holder.service)),
-            None => Ok(()),
-        }
+        self.usable(tenant, address)
     }
 
     /// Whether anybody may have this address; else why not.

@@ -3,14 +3,11 @@
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 
-use ipnet::IpNet;
-
-use super::{CLASS, GUEST_LABEL, ServiceAssignment, VIP_ANNOTATION};
-use crate::config::{Claim, Config, Frontend, Tenant};
+use super::{CLASS, GUEST_LABEL, SHARED_KEY_ANNOTATION, ServiceAssignment, VIP_ANNOTATION};
+use crate::config::{Claim, Config, Frontend, Mode, Tenant};
 use crate::plan::model::Notice;
+use crate::plan::ranges::{clients, shortened};
 use crate::source::{Inventory, ObjectName, Service, ServiceKind};
-
-const SOURCE_RANGES_ANNOTATION: &str = "service.beta.kubernetes.io/load-balancer-source-ranges";
 
 /// A Service that some tenant has to do with.
 pub(super) struct Wanted<'a> {
@@ -54,9 +51,23 @@ impl Wanted<'_> {
             tenant: self.tenant.name.clone(),
             claimed: self.claimed,
             frontend: self.frontend.map(|frontend| frontend.name.clone()),
+            mode: mode(self.service, self.frontend, self.claim),
             addresses: Vec::new(),
         }
     }
+}
+
+/// How backends are found: as the file says at the frontend, else at the claim, else by the Service itself. One that mirrors a Service of
+/// a guest cluster has no selector, and its NodePort leads nowhere: the guest's nodes are in the tenant's segment.
+pub(crate) fn mode(service: Option<&Service>, frontend: Option<&Frontend>, claim: Option<&Claim>) -> Mode {
+    let said = frontend.and_then(|frontend| frontend.mode).or_else(|| claim.and_then(|claim| claim.mode));
+    said.unwrap_or_else(|| {
+        if service.is_some_and(|service| is_guest_made(service) && !service.selector) {
+            Mode::Endpoints
+        } else {
+            Mode::Nodes
+        }
+    })
 }
 
 /// All Services that are claimed or reserved.
@@ -154,8 +165,14 @@ fn matches(claim: &Claim, name: &ObjectName, service: &Service, inventory: &Inve
 }
 
 /// Whether a guest cluster made the Service: then a tenant's user chose its annotations.
-pub(super) fn is_guest_made(service: &Service) -> bool {
+pub(crate) fn is_guest_made(service: &Service) -> bool {
     service.labels.contains_key(GUEST_LABEL)
+}
+
+/// The key under which a Service shares its address with others of its tenant.
+pub(super) fn shared_key(service: &Service) -> Option<&str> {
+    let key = service.annotations.get(SHARED_KEY_ANNOTATION).map(String::as_str);
+    key.filter(|key| !key.is_empty() && !is_guest_made(service))
 }
 
 /// The addresses that a Service asks for, at most one of each family. Untrusted text.
@@ -185,15 +202,6 @@ pub(super) fn requested(service: &Service, annotations: &[String]) -> Result<Vec
     Ok(found.into_iter().map(|(address, _)| address).collect())
 }
 
-/// Enough of an untrusted text to find it again.
-fn shortened(text: &str) -> String {
-    let mut short: String = text.chars().take(40).collect();
-    if short.len() < text.len() {
-        short.push('…');
-    }
-    format!("{short:?}")
-}
-
 /// Why a Service cannot be served at all: reason and text of its notice.
 ///
 /// Such a Service gets no new address, and nothing is forwarded: a restriction that is not understood is never left out.
@@ -201,25 +209,19 @@ pub(crate) fn unserved(service: &Service) -> Option<(&'static str, String)> {
     if service.kind == ServiceKind::ExternalName {
         return Some(("ExternalName", "a Service of type ExternalName has nothing to forward to".to_owned()));
     }
-    if !service.selector && is_guest_made(service) {
-        return Some((
-            "EndpointsModeUnsupported",
-            "this Service mirrors one of a hosted cluster; backends from its EndpointSlices are not supported yet"
-                .to_owned(),
-        ));
-    }
-    if restricted(service) {
-        return Some((
-            "SourceRangesUnsupported",
-            "loadBalancerSourceRanges are not supported yet; the Service stays closed rather than open to everybody"
-                .to_owned(),
-        ));
-    }
-    if service.kind == ServiceKind::LoadBalancer && service.policy_local && service.health_port.is_some() {
-        return Some((
-            "LocalPolicyUnsupported",
-            "externalTrafficPolicy Local with a health check node port is not supported yet; use Cluster".to_owned(),
-        ));
+    match clients(service) {
+        Err(reason) => {
+            let message = format!("{reason}; the Service stays closed until that is mended");
+            return Some(("SourceRangesInvalid", message));
+        }
+        Ok(clients) if clients.is_limited(service) => {
+            return Some((
+                "SourceRangesUnsupported",
+                "loadBalancerSourceRanges are not supported yet; the Service stays closed rather than open to everybody"
+                    .to_owned(),
+            ));
+        }
+        Ok(_) => {}
     }
     if !service.ports.is_empty() && !service.ports.iter().any(|port| port.protocol().is_some()) {
         let mut protocols: Vec<_> = service.ports.iter().map(|port| shortened(&port.protocol)).collect();
@@ -231,28 +233,4 @@ pub(crate) fn unserved(service: &Service) -> Option<(&'static str, String)> {
         ));
     }
     None
-}
-
-/// Whether the Service limits its clients. Ranges that cannot be read limit too.
-fn restricted(service: &Service) -> bool {
-    let annotation = service.annotations.get(SOURCE_RANGES_ANNOTATION).map_or("", String::as_str);
-    let ranges: Vec<&str> = if service.source_ranges.is_empty() {
-        annotation.split(',').map(str::trim).filter(|range| !range.is_empty()).collect()
-    } else {
-        service.source_ranges.iter().map(|range| range.trim()).collect()
-    };
-    if ranges.is_empty() {
-        return false;
-    }
-    let parsed: Result<Vec<IpNet>, _> = ranges.iter().map(|range| range.parse()).collect();
-    match parsed {
-        Ok(ranges) => {
-            // As in kube-proxy, ranges of one family say nothing of the other.
-            let said = |v6: bool| ranges.iter().any(|range| range.addr().is_ipv6() == v6);
-            let open = |v6: bool| ranges.iter().any(|range| range.addr().is_ipv6() == v6 && range.prefix_len() == 0);
-            let families = if service.families_v6.is_empty() { &[false][..] } else { &service.families_v6 };
-            !families.iter().any(|&v6| open(v6)) || families.iter().any(|&v6| said(v6) && !open(v6))
-        }
-        Err(_) => true,
-    }
 }

@@ -16,11 +16,11 @@ use std::net::IpAddr;
 use serde::{Deserialize, Serialize};
 
 use self::address::Addresses;
-pub(crate) use self::claim::unserved;
-use self::claim::{Wanted, is_guest_made, requested, wanted};
-use crate::config::{Config, SegmentName, Tenant};
+use self::claim::{Wanted, requested, shared_key, wanted};
+pub(crate) use self::claim::{is_guest_made, mode, unserved};
+use crate::config::{Config, Mode, SegmentName, Tenant};
 use crate::plan::model::{HostFacts, Notice};
-use crate::source::{Inventory, ObjectName};
+use crate::source::{Inventory, ObjectName, Service};
 
 /// Our load-balancer class.
 pub const CLASS: &str = "lbd.tenantedge.io/edge";
@@ -74,6 +74,8 @@ pub struct ServiceAssignment {
     pub claimed: bool,
     /// The frontend of the file that reserves it.
     pub frontend: Option<String>,
+    /// How its backends are found.
+    pub mode: Mode,
     /// Its addresses, in the order of `spec.ipFamilies`; empty = none (a notice says why).
     pub addresses: Vec<IpAddr>,
 }
@@ -111,6 +113,7 @@ impl Ipam {
         let mut run = Run {
             record: self.record.entries.iter().map(|entry| (entry.key(), entry.clone())).collect(),
             addresses: Addresses::new(config, inventory, host, taken),
+            inventory,
             config,
             now,
             services: BTreeMap::new(),
@@ -153,6 +156,7 @@ type Key = (String, ObjectName, bool);
 struct Run<'a> {
     record: BTreeMap<Key, Entry>,
     addresses: Addresses<'a>,
+    inventory: &'a Inventory,
     config: &'a Config,
     now: i64,
     services: BTreeMap<ObjectName, ServiceAssignment>,
@@ -278,7 +282,7 @@ impl<'a> Run<'a> {
                     if self.has(name, v6).is_some() {
                         continue;
                     }
-                    match self.addresses.free(wanted.tenant, address, name) {
+                    match self.obtainable(name, wanted, address) {
                         Ok(()) if families.contains(&v6) => self.give(name, wanted, address),
                         // The Service has given up the family.
                         Ok(()) => {}
@@ -319,7 +323,7 @@ impl<'a> Run<'a> {
             let requests = match requested(service, &self.config.address_annotations) {
                 Ok(requests) => requests,
                 Err(reason) => {
-                    self.refuse_request(name, wanted, &reason);
+                    self.refuse_request("AddressRequestRefused", name, wanted, &reason);
                     continue;
                 }
             };
@@ -328,7 +332,7 @@ impl<'a> Run<'a> {
                 match self.has(name, v6) {
                     Some(address) if address != request => {
                         let reason = format!("the address {request} was asked for after another was given");
-                        self.refuse_request(name, wanted, &reason);
+                        self.refuse_request("AddressRequestRefused", name, wanted, &reason);
                         continue;
                     }
                     Some(_) => continue,
@@ -338,44 +342,122 @@ impl<'a> Run<'a> {
                     continue;
                 }
                 let free = if wanted.families().contains(&v6) {
-                    self.addresses.free(wanted.tenant, request, name)
+                    self.obtainable(name, wanted, request)
                 } else {
                     Err(format!("the Service has no {}", family(v6)))
                 };
-                match free {
-                    Ok(()) => self.give(name, wanted, request),
-                    Err(reason) => {
+                let refused = match free {
+                    Ok(()) => self.clash(name, wanted, request).map(|reason| ("PortClash", reason)),
+                    Err(reason) => Some(("AddressRequestRefused", reason)),
+                };
+                match refused {
+                    None => self.give(name, wanted, request),
+                    Some((word, reason)) => {
                         let reason = format!("the address {request} was asked for, but {reason}");
-                        self.refuse_request(name, wanted, &reason);
+                        self.refuse_request(word, name, wanted, &reason);
                     }
                 }
             }
         }
     }
 
-    /// Says of Services that want to share an address that they do not.
+    /// Whether a Service may have this address, which may be one that others of its tenant have under the same key; else why not.
+    fn obtainable(&self, name: &ObjectName, wanted: &Wanted<'a>, address: IpAddr) -> Result<(), String> {
+        self.addresses.allowed(wanted.tenant, address)?;
+        let key = wanted.service.and_then(shared_key);
+        for (tenant, holder) in self.addresses.holders(wanted.tenant, address, name) {
+            if tenant != wanted.tenant.name {
+                return Err("it belongs to a Service of another tenant".to_owned());
+            }
+            let other = self.inventory.services.get(holder).and_then(|service| shared_key(service));
+            if key.is_none() || other != key {
+                return Err(format!(
+                    "it belongs to the Service {holder}, and the two have no {SHARED_KEY_ANNOTATION} in common"
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Why a Service would have nothing of an address that it shares: others have all its ports already.
+    fn clash(&self, name: &ObjectName, wanted: &Wanted<'a>, address: IpAddr) -> Option<String> {
+        let ports = &wanted.service?.ports;
+        let mut taken = BTreeMap::new();
+        for (_, holder) in self.addresses.holders(wanted.tenant, address, name) {
+            for port in self.inventory.services.get(holder).into_iter().flat_map(|service| &service.ports) {
+                if let Some(protocol) = port.protocol() {
+                    taken.entry((port.port, protocol)).or_insert(holder);
+                }
+            }
+        }
+        let mut first = None;
+        for port in ports {
+            let Some(protocol) = port.protocol() else { continue };
+            let holder = taken.get(&(port.port, protocol))?;
+            first.get_or_insert((port.port, protocol, holder));
+        }
+        let (port, protocol, holder) = first?;
+        Some(format!("{port}/{} there is the Service {holder}'s", protocol.as_str()))
+    }
+
+    /// The address that the Services with the same key have: the oldest one's.
+    fn shared(&self, by_age: &ByAge<'a, '_>, name: &ObjectName, wanted: &Wanted<'a>, v6: bool) -> Option<IpAddr> {
+        let key = wanted.service.and_then(shared_key)?;
+        let mut group = by_age.iter().filter(|(other, member)| {
+            **other != *name
+                && member.claimed
+                && member.tenant.name == wanted.tenant.name
+                && member.service.and_then(shared_key) == Some(key)
+        });
+        group.find_map(|(other, _)| self.has(other, v6))
+    }
+
+    /// Says of Services whose key came too late, or was changed, that they keep what they have.
     fn sharing(&mut self, by_age: &ByAge<'a, '_>) {
-        for (name, wanted) in by_age {
-            let asks = wanted
-                .service
-                .is_some_and(|service| !service.terminating && service.annotations.contains_key(SHARED_KEY_ANNOTATION));
-            if asks {
-                let message = format!(
-                    "{SHARED_KEY_ANNOTATION}: addresses shared by several Services are not supported yet: this one has its own or none"
-                );
-                self.notice("SharingUnsupported", name, wanted, message);
+        for (place, (name, wanted)) in by_age.iter().enumerate() {
+            let key = wanted.service.and_then(shared_key);
+            let Some(service) = wanted.service.filter(|service| wanted.claimed && !service.terminating) else {
+                continue;
+            };
+            for v6 in wanted.families() {
+                let Some(address) = self.has(name, v6) else { continue };
+                // Of an older one it is the younger one that is told.
+                let older = key.and_then(|_| self.shared(&by_age[..place], name, wanted, v6));
+                let apart = older.filter(|older| *older != address).map(|older| {
+                    format!(
+                        "{SHARED_KEY_ANNOTATION}: the Services with this key share {older}, but this one had {address} before and keeps \
+                         it; make the Service anew to move it"
+                    )
+                });
+                let stranger = || {
+                    let mut others = self.addresses.holders(wanted.tenant, address, name);
+                    let differs = |other: &ObjectName| {
+                        let other = self.inventory.services.get(other);
+                        other
+                            .is_some_and(|other| shared_key(other) != shared_key(service) && older_than(other, service))
+                    };
+                    let (_, other) = others.find(|(_, other)| differs(other))?;
+                    Some(format!(
+                        "{SHARED_KEY_ANNOTATION} is no longer that of {other}, which has {address} too; both keep it while they live"
+                    ))
+                };
+                if wanted.frontend.is_none_or(|frontend| frontend.vip.is_none())
+                    && let Some(message) = apart.or_else(stranger)
+                {
+                    self.notice("SharedKeyIgnored", name, wanted, message);
+                }
             }
         }
     }
 
-    fn refuse_request(&mut self, name: &ObjectName, wanted: &Wanted<'a>, reason: &str) {
+    fn refuse_request(&mut self, word: &'static str, name: &ObjectName, wanted: &Wanted<'a>, reason: &str) {
         let kept = match self.services.get(name).and_then(|assignment| assignment.addresses.first()) {
             Some(address) => format!("it keeps {address}"),
             None => "it gets no address until the request changes".to_owned(),
         };
         self.services.entry(name.clone()).or_insert_with(|| wanted.assignment());
         self.settled.insert(name.clone());
-        self.notice("AddressRequestRefused", name, wanted, format!("{reason}; {kept}"));
+        self.notice(word, name, wanted, format!("{reason}; {kept}"));
     }
 
     /// Gives addresses to every Service that lacks some, oldest first.
@@ -405,6 +487,16 @@ impl<'a> Run<'a> {
                 }
             }
             for v6 in missing.into_iter().filter(|&v6| wanted.has_pool(v6)) {
+                if let Some(shared) = self.shared(by_age, name, wanted, v6) {
+                    match self.obtainable(name, wanted, shared).err().or_else(|| self.clash(name, wanted, shared)) {
+                        None => self.give(name, wanted, shared),
+                        Some(reason) => {
+                            let reason = format!("this Service shares the address {shared} by its key, but {reason}");
+                            self.refuse_request("PortClash", name, wanted, &reason);
+                        }
+                    }
+                    continue;
+                }
                 let mut pools = wanted.tenant.pools.as_slice();
                 let guest = wanted.claim.filter(|_| wanted.service.is_some_and(is_guest_made));
                 if let Some(claim) = guest {
@@ -434,9 +526,7 @@ impl<'a> Run<'a> {
     }
 
     fn give(&mut self, name: &ObjectName, wanted: &Wanted<'a>, address: IpAddr) {
-        if let Some((tenant, former)) = self.addresses.take(wanted.tenant, address, name)
-            && former != *name
-        {
+        for (tenant, former) in self.addresses.take(wanted.tenant, address, name) {
             self.record.remove(&(tenant, former, address.is_ipv6()));
         }
         let entry = Entry { tenant: wanted.tenant.name.clone(), service: name.clone(), address, freed: None };
@@ -473,6 +563,10 @@ impl<'a> Run<'a> {
         self.notices.dedup();
         Assignments { services: self.services, notices: self.notices }
     }
+}
+
+fn older_than(one: &Service, other: &Service) -> bool {
+    (one.created, &one.uid) < (other.created, &other.uid)
 }
 
 const fn family(v6: bool) -> &'static str {

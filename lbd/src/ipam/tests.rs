@@ -334,19 +334,303 @@ fn nothing_is_given_out_or_freed_before_the_list_is_complete() {
     assert_eq!(address(&world.assign(), "clusters-tenant-a/a"), address(&before, "clusters-tenant-a/a"));
 }
 
+const TUNNEL: &str = "clusters-tenant-a/tunnel";
+const OTHER: &str = "clusters-tenant-a/other";
+
+/// A Service with one port, an age, a key and an address that it asks for.
+fn sharer(world: &mut World, named: &str, port: u16, created: i64, key: &str, vip: &str) {
+    let service = world.add(named, named);
+    service.ports[0].port = port;
+    service.created = created;
+    for (annotation, value) in [(SHARED_KEY_ANNOTATION, key), (VIP_ANNOTATION, vip)] {
+        if value.is_empty() {
+            service.annotations.remove(annotation);
+        } else {
+            service.annotations.insert(annotation.to_owned(), value.to_owned());
+        }
+    }
+}
+
 #[test]
-fn a_service_that_wants_to_share_an_address_is_told_that_it_does_not() {
+fn b20_services_with_one_key_share_the_address_that_they_ask_for() {
     let mut world = World::new();
-    for (name, uid) in [("clusters-tenant-a/a", "1"), ("clusters-tenant-a/b", "2")] {
-        let service = world.add(name, uid);
-        service.annotations.insert(SHARED_KEY_ANNOTATION.to_owned(), "x".to_owned());
-        service.annotations.insert(VIP_ANNOTATION.to_owned(), "192.168.203.115".to_owned());
+    let shared = "192.168.203.114";
+    sharer(&mut world, API, 6443, 1, "cp", shared);
+    sharer(&mut world, TUNNEL, 8091, 2, "cp", shared);
+    let assignments = world.assign();
+    assert!(assignments.notices.is_empty(), "{:?}", assignments.notices);
+    for named in [API, TUNNEL] {
+        assert_eq!(address(&assignments, named), Some(ip(shared)));
+    }
+    // A third one asks for a port that is taken: it alone waits, and knows for whom.
+    sharer(&mut world, OTHER, 6443, 3, "cp", shared);
+    let assignments = world.assign();
+    assert_eq!((address(&assignments, API), address(&assignments, OTHER)), (Some(ip(shared)), None));
+    assert_eq!(reasons(&assignments), [("PortClash", OTHER.to_owned())]);
+    assert!(assignments.notices[0].message.contains(API), "{:?}", assignments.notices);
+    // Of two ports one is free: it has the address, and the plan says which port is not served.
+    world.add(OTHER, "").ports.push(crate::source::ServicePort { port: 9443, ..Default::default() });
+    let assignments = world.assign();
+    assert_eq!(address(&assignments, OTHER), Some(ip(shared)));
+    assert!(assignments.notices.is_empty(), "{:?}", assignments.notices);
+    // A restart, from the record or from the statuses, changes nothing.
+    world.write_status(&assignments);
+    let text = serde_json::to_string(world.ipam.record()).unwrap();
+    world.ipam = Ipam::new(serde_json::from_str(&text).unwrap());
+    assert_eq!(world.assign(), assignments);
+    world.forget();
+    assert_eq!(world.assign(), assignments);
+}
+
+#[test]
+fn b20_without_a_common_key_nothing_is_shared() {
+    for (first, second) in [("", ""), ("cp", ""), ("", "cp"), ("cp", "other")] {
+        let mut world = World::new();
+        sharer(&mut world, API, 6443, 1, first, "192.168.203.114");
+        sharer(&mut world, TUNNEL, 8091, 2, second, "192.168.203.114");
+        let assignments = world.assign();
+        assert_eq!(address(&assignments, API), Some(ip("192.168.203.114")));
+        assert_eq!(address(&assignments, TUNNEL), None, "{first:?} {second:?}");
+        assert_eq!(reasons(&assignments), [("AddressRequestRefused", TUNNEL.to_owned())]);
+        assert!(assignments.notices[0].message.contains(API), "{:?}", assignments.notices);
+        // The keys are made to agree.
+        for named in [API, TUNNEL] {
+            world.add(named, "").annotations.insert(SHARED_KEY_ANNOTATION.to_owned(), "now".to_owned());
+        }
+        let assignments = world.assign();
+        assert_eq!(address(&assignments, TUNNEL), Some(ip("192.168.203.114")));
+        assert!(assignments.notices.is_empty(), "{:?}", assignments.notices);
+    }
+}
+
+#[test]
+fn b20_a_key_alone_is_enough_and_the_address_is_freed_with_the_last() {
+    let mut world = World::new();
+    world.add("clusters-tenant-a/0", "0").created = 0;
+    sharer(&mut world, API, 6443, 1, "cp", "");
+    sharer(&mut world, TUNNEL, 8091, 2, "cp", "");
+    let assignments = world.assign();
+    let shared = Some(ip("192.168.203.111"));
+    assert_eq!((address(&assignments, API), address(&assignments, TUNNEL)), (shared, shared));
+    // The first one goes: the other keeps it, and nobody else gets it.
+    world.inventory.services.remove(&name(API));
+    world.add("clusters-tenant-a/9", "9").created = 9;
+    let assignments = world.assign();
+    assert_eq!(
+        (address(&assignments, TUNNEL), address(&assignments, "clusters-tenant-a/9")),
+        (shared, Some(ip("192.168.203.112")))
+    );
+    // It comes back to where it was.
+    sharer(&mut world, API, 6443, 10, "cp", "");
+    assert_eq!(address(&world.assign(), API), shared);
+    // Both go, and come back in turn: the reservation is each one's.
+    world.inventory.services.remove(&name(API));
+    world.inventory.services.remove(&name(TUNNEL));
+    world.assign();
+    assert!(
+        world.ipam.record().entries.iter().filter(|entry| Some(entry.address) == shared).all(|it| it.freed.is_some())
+    );
+    sharer(&mut world, TUNNEL, 8091, 11, "cp", "");
+    assert_eq!(address(&world.assign(), TUNNEL), shared);
+    sharer(&mut world, API, 6443, 12, "cp", "");
+    assert_eq!(address(&world.assign(), API), shared);
+    // A day after the last, the address is anybody's.
+    world.inventory.services.clear();
+    world.assign();
+    world.now += RESERVED;
+    world.add("clusters-tenant-a/new", "n");
+    world.add("clusters-tenant-a/newer", "o");
+    let assignments = world.assign();
+    assert_eq!(address(&assignments, "clusters-tenant-a/newer"), shared);
+    assert!(world.ipam.record().entries.iter().all(|entry| entry.freed.is_none()));
+}
+
+#[test]
+fn b20_a_port_that_is_free_again_is_had_by_the_one_who_waits() {
+    let mut world = World::new();
+    sharer(&mut world, API, 6443, 1, "cp", "192.168.203.114");
+    sharer(&mut world, TUNNEL, 8091, 2, "cp", "192.168.203.114");
+    sharer(&mut world, OTHER, 6443, 3, "cp", "192.168.203.114");
+    assert_eq!(address(&world.assign(), OTHER), None);
+    world.inventory.services.remove(&name(API));
+    let assignments = world.assign();
+    for named in [TUNNEL, OTHER] {
+        assert_eq!(address(&assignments, named), Some(ip("192.168.203.114")));
+    }
+    assert!(assignments.notices.is_empty());
+}
+
+#[test]
+fn b20_a_key_is_worth_nothing_across_tenants_and_from_guests() {
+    let mut world = World::new();
+    let mut other = tenant("tenant-b", "eth1");
+    other.pools = vec![range("192.168.203.120-192.168.203.129")];
+    world.config.tenants.push(other);
+    sharer(&mut world, API, 6443, 1, "cp", "192.168.203.114");
+    sharer(&mut world, "clusters-tenant-b/api", 8091, 2, "cp", "192.168.203.114");
+    sharer(&mut world, "clusters-tenant-b/any", 8091, 3, "cp", "");
+    sharer(&mut world, TUNNEL, 8091, 4, "cp", "");
+    world.add(TUNNEL, "").labels.insert(GUEST_LABEL.to_owned(), "tunnel".to_owned());
+    let assignments = world.assign();
+    assert_eq!(address(&assignments, "clusters-tenant-b/api"), None);
+    assert_eq!(address(&assignments, "clusters-tenant-b/any"), Some(ip("192.168.203.120")));
+    assert_eq!(address(&assignments, TUNNEL), Some(ip("192.168.203.110")));
+}
+
+#[test]
+fn b20_a_key_that_changes_moves_nobody_and_is_told() {
+    let mut world = World::new();
+    sharer(&mut world, API, 6443, 1, "cp", "");
+    sharer(&mut world, TUNNEL, 8091, 2, "cp", "");
+    sharer(&mut world, OTHER, 9443, 3, "", "");
+    let before = world.assign();
+    sharer(&mut world, TUNNEL, 8091, 2, "", "");
+    sharer(&mut world, OTHER, 9443, 3, "cp", "");
+    for _ in 0..2 {
+        let after = world.assign();
+        for named in [API, TUNNEL, OTHER] {
+            assert_eq!(address(&after, named), address(&before, named));
+        }
+        let told = |named: &str| ("SharedKeyIgnored", named.to_owned());
+        assert_eq!(reasons(&after), [told(OTHER), told(TUNNEL)]);
+        let text = serde_json::to_string(world.ipam.record()).unwrap();
+        world.ipam = Ipam::new(serde_json::from_str(&text).unwrap());
+    }
+}
+
+#[test]
+fn b19_one_of_two_that_want_one_address_has_it_and_the_other_waits() {
+    for (created, winner) in [((1, 2), "a"), ((2, 1), "b"), ((5, 5), "a")] {
+        let mut world = World::new();
+        for (named, created) in [("a", created.0), ("b", created.1)] {
+            sharer(&mut world, &format!("clusters-tenant-a/{named}"), 6443, created, "", "192.168.203.114");
+        }
+        let loser = if winner == "a" { "b" } else { "a" };
+        let (winner, loser) = (format!("clusters-tenant-a/{winner}"), format!("clusters-tenant-a/{loser}"));
+        let assignments = world.assign();
+        assert_eq!(
+            (address(&assignments, &winner), address(&assignments, &loser)),
+            (Some(ip("192.168.203.114")), None)
+        );
+        assert_eq!(reasons(&assignments), [("AddressRequestRefused", loser.clone())]);
+        assert!(assignments.notices[0].message.contains(&winner), "{:?}", assignments.notices);
+        assert_eq!(world.assign(), assignments);
+        // Though it is reserved for the one that goes, the one that asks for it has it at once.
+        world.inventory.services.remove(&name(&winner));
+        assert_eq!(address(&world.assign(), &loser), Some(ip("192.168.203.114")));
+    }
+}
+
+#[test]
+fn b52_a_request_that_changes_moves_nothing_and_is_told() {
+    let mut world = World::new();
+    world.config.address_annotations = vec!["metallb.io/loadBalancerIPs".to_owned()];
+    sharer(&mut world, API, 6443, 1, "", "192.168.203.114");
+    sharer(&mut world, OTHER, 6443, 2, "", "192.168.203.115");
+    world.assign();
+    let refused = [("AddressRequestRefused", API.to_owned())];
+    // A free one, one in use, one outside the pool, nonsense, and two that disagree: it keeps what it has.
+    for text in ["192.168.203.116", "192.168.203.115", "203.0.113.9", "nonsense", "192.168.203.116,192.168.203.117"] {
+        sharer(&mut world, API, 6443, 1, "", text);
+        let assignments = world.assign();
+        assert_eq!(address(&assignments, API), Some(ip("192.168.203.114")), "{text}");
+        assert_eq!(reasons(&assignments), refused, "{text}");
+        assert!(assignments.notices[0].message.ends_with("it keeps 192.168.203.114"), "{:?}", assignments.notices);
+    }
+    // Removed: nothing to say.
+    sharer(&mut world, API, 6443, 1, "", "");
+    let assignments = world.assign();
+    assert_eq!(address(&assignments, API), Some(ip("192.168.203.114")));
+    assert!(assignments.notices.is_empty());
+    // Other ways to ask.
+    world.add(API, "").requested_address = Some("192.168.203.117".to_owned());
+    assert_eq!(reasons(&world.assign()), refused);
+    world.add(API, "").requested_address = None;
+    let foreign = ("metallb.io/loadBalancerIPs".to_owned(), "192.168.203.117".to_owned());
+    world.add(API, "").annotations.extend([foreign]);
+    assert_eq!(reasons(&world.assign()), refused);
+}
+
+#[test]
+fn b47_prefer_dual_stack_with_pools_of_one_family() {
+    let mut world = World::new();
+    // As HyperShift writes it: PreferDualStack, but the cluster gave one family.
+    world.add(API, "1").families_v6 = vec![false];
+    let strict = world.add(OTHER, "2");
+    (strict.families_v6, strict.require_dual_stack) = (vec![false, true], true);
+    let both = world.add(TUNNEL, "3");
+    both.families_v6 = vec![false, true];
+    let before = world.assign();
+    assert_eq!(
+        (addresses(&before, API), addresses(&before, TUNNEL)),
+        (vec!["192.168.203.110".to_owned()], vec!["192.168.203.111".to_owned()])
+    );
+    assert!(addresses(&before, OTHER).is_empty());
+    assert_eq!(reasons(&before), [("FamilyUnavailable", OTHER.to_owned())]);
+    // A pool of the other family comes: what is there stays, in its place; what lacked it gets it.
+    dual(&mut world);
+    let after = world.assign();
+    assert_eq!(addresses(&after, API), ["192.168.203.110"]);
+    assert_eq!(addresses(&after, TUNNEL)[0], "192.168.203.111");
+    assert_eq!((addresses(&after, TUNNEL).len(), addresses(&after, OTHER).len()), (2, 2));
+    assert!(after.notices.is_empty(), "{:?}", after.notices);
+    // With a cluster of one family, a pool of both gives that one only.
+    world.forget();
+    world.inventory.services.clear();
+    world.add(API, "1").families_v6 = vec![true];
+    assert_eq!(addresses(&world.assign(), API), ["2001:db8:203::1"]);
+}
+
+#[test]
+fn b46_the_first_address_is_of_the_first_family_whatever_changes() {
+    let mut world = World::new();
+    dual(&mut world);
+    sharer(&mut world, API, 6443, 1, "cp", "");
+    sharer(&mut world, TUNNEL, 8091, 2, "cp", "");
+    world.add(API, "").families_v6 = vec![false, true];
+    world.add(TUNNEL, "").families_v6 = vec![true, false];
+    let before = world.assign();
+    // Shared, each in its own order, none twice.
+    assert_eq!(addresses(&before, API), ["192.168.203.110", "2001:db8:203::1"]);
+    assert_eq!(addresses(&before, TUNNEL), ["2001:db8:203::1", "192.168.203.110"]);
+    world.config.tenants[0].pools.reverse();
+    let text = serde_json::to_string(world.ipam.record()).unwrap();
+    world.ipam = Ipam::new(serde_json::from_str(&text).unwrap());
+    assert_eq!(world.assign(), before);
+    // From the statuses alone.
+    world.write_status(&before);
+    world.forget();
+    assert_eq!(world.assign(), before);
+}
+
+#[test]
+fn b10_five_services_of_which_two_are_ours() {
+    let mut world = World::new();
+    let classes = [
+        ("clusters-tenant-a/plain", None),
+        ("openshift-ingress/router-default", None),
+        ("clusters-tenant-a/ours", Some(CLASS)),
+        ("clusters-tenant-a/foreign", Some("loxilb.io/loxilb")),
+        ("elsewhere/ours", Some(CLASS)),
+    ];
+    for (named, class) in classes {
+        let service = world.add(named, named);
+        service.class = class.map(str::to_owned);
+        // Whatever they ask for.
+        service.requested_address = Some("192.168.203.119".to_owned()).filter(|_| named.ends_with("foreign"));
     }
     let assignments = world.assign();
-    assert!(address(&assignments, "clusters-tenant-a/a").is_some());
-    assert_eq!(address(&assignments, "clusters-tenant-a/b"), None);
-    let told = assignments.notices.iter().filter(|notice| notice.reason == "SharingUnsupported").count();
-    assert_eq!(told, 2, "{:?}", assignments.notices);
+    let ours: Vec<_> = assignments.services.iter().map(|(name, it)| (name.to_string(), it.claimed)).collect();
+    assert_eq!(ours, [("clusters-tenant-a/ours".to_owned(), true), ("clusters-tenant-a/plain".to_owned(), true)]);
+    // Unknown tenant: told, and waiting. Foreign class, and foreign namespace without a class: not a word.
+    assert_eq!(reasons(&assignments), [("NoTenant", "elsewhere/ours".to_owned())]);
+    // A tenant that claims it serves it.
+    let mut other = tenant("tenant-b", "eth2");
+    other.claims = vec![Claim { namespaces: vec!["elsewhere".to_owned()], ..Claim::default() }];
+    world.config.tenants.push(other);
+    let assignments = world.assign();
+    assert_eq!(address(&assignments, "elsewhere/ours"), Some(ip("192.168.203.110")));
+    assert!(assignments.notices.is_empty());
 }
 
 #[test]
@@ -417,20 +701,15 @@ type Case = (&'static str, fn(&mut Service));
 
 #[test]
 fn what_is_not_served_yet_gets_no_address_but_keeps_one_it_has() {
-    let change: [Case; 7] = [
+    let change: [Case; 5] = [
         ("SourceRangesUnsupported", |it| it.source_ranges = vec!["203.0.113.0/24".to_owned()]),
-        ("SourceRangesUnsupported", |it| it.source_ranges = vec!["0.0.0.0/0".to_owned(), "bad".to_owned()]),
+        ("SourceRangesInvalid", |it| it.source_ranges = vec!["0.0.0.0/0".to_owned(), "bad".to_owned()]),
         ("SourceRangesUnsupported", |it| {
             let key = "service.beta.kubernetes.io/load-balancer-source-ranges".to_owned();
             it.annotations.insert(key, "203.0.113.9/32".to_owned());
         }),
-        ("LocalPolicyUnsupported", |it| (it.policy_local, it.health_port) = (true, Some(32000))),
         ("FamilyUnavailable", |it| it.require_dual_stack = true),
         ("ProtocolUnsupported", |it| it.ports[0].protocol = "SCTP".to_owned()),
-        ("EndpointsModeUnsupported", |it| {
-            it.selector = false;
-            it.labels.insert(GUEST_LABEL.to_owned(), "web".to_owned());
-        }),
     ];
     for (reason, change) in change {
         let mut world = World::new();
@@ -451,7 +730,12 @@ fn what_is_not_served_yet_gets_no_address_but_keeps_one_it_has() {
 
 #[test]
 fn what_looks_odd_but_can_be_served_is() {
-    let change: [fn(&mut Service); 5] = [
+    let change: [fn(&mut Service); 7] = [
+        |it| (it.policy_local, it.health_port) = (true, Some(32000)),
+        |it| {
+            it.selector = false;
+            it.labels.insert(GUEST_LABEL.to_owned(), "web".to_owned());
+        },
         |it| it.families_v6 = vec![false, true],
         |it| it.source_ranges = vec![" 0.0.0.0/0 ".to_owned()],
         |it| it.ports.clear(),

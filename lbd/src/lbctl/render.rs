@@ -137,10 +137,12 @@ const SERVICES: &[Column] = &[
     Column::text("PROTO"),
     Column::text("STATE"),
     Column::text("UP"),
+    Column::text("MODE"),
     Column::number("FLOWS"),
     Column::number("IN"),
     Column::number("OUT"),
     Column::text("NAME").wide(),
+    Column::text("CLIENTS").wide(),
     Column::text("AFFINITY").wide(),
     Column::number("TARGET").wide(),
     Column::text("SNAT").wide(),
@@ -326,10 +328,12 @@ pub(crate) fn services(out: &mut dyn Write, services: &[Service], output: Output
             .cell(&service.proto)
             .cell(&service.state)
             .cell(backends)
+            .optional(service.mode.as_ref())
             .optional(service.flows)
             .optional(service.in_bytes.map(Bytes))
             .optional(service.out_bytes.map(Bytes))
             .cell(&service.name)
+            .optional(service.clients.as_ref())
             .cell(&service.affinity)
             .optional((service.target_port != 0).then_some(service.target_port))
             .optional(service.snat)
@@ -779,6 +783,8 @@ flows4  1000  4000  25.0%
             serving: 1,
             up: Some(1),
             backends: Some(2),
+            mode: Some("endpoints".to_owned()),
+            clients: Some("all (guest)".to_owned()),
             affinity: "flow".to_owned(),
             flows: Some(3),
             in_bytes: Some(2048),
@@ -786,9 +792,10 @@ flows4  1000  4000  25.0%
         };
         assert_eq!(
             text(|out| services(out, std::slice::from_ref(&service), Output::Table)),
-            "TENANT  SERVICE  VIP              PROTO  STATE     UP   FLOWS        IN  OUT\n\
-             a       ns/api   192.0.2.34:6443  TCP    degraded  1/2      3  2.00 KiB    -\n"
+            "TENANT  SERVICE  VIP              PROTO  STATE     UP   MODE       FLOWS        IN  OUT\n\
+             a       ns/api   192.0.2.34:6443  TCP    degraded  1/2  endpoints      3  2.00 KiB    -\n"
         );
+        assert!(text(|out| services(out, std::slice::from_ref(&service), Output::Wide)).contains("all (guest)"));
         let unknown = Service { up: None, backends: None, ..service };
         assert!(text(|out| services(out, &[unknown], Output::Table)).contains("?/?"));
         let backend = Backend {

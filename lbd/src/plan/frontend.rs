@@ -3,6 +3,7 @@
 use std::collections::btree_map::Entry as MapEntry;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::net::{IpAddr, SocketAddr};
+use std::rc::Rc;
 use std::sync::Arc;
 
 use ipnet::IpNet;
@@ -13,16 +14,17 @@ use super::ids::{
     BACKENDS, BackendKey, BackendMemory, Entry, FRONTENDS, FrontendKey, FrontendMemory, Ids, TIMEOUTS, TargetKey,
 };
 use super::model::{
-    BackendId, BackendPlan, FrontendAddress, FrontendBackend, FrontendId, FrontendPlan, FrontendProbe, Health, Notice,
-    Plan, ProbeTarget, Reset, SegmentId, TenantId, TimeoutsId, any_up,
+    BackendId, BackendPlan, ClientsPlan, FrontendAddress, FrontendBackend, FrontendId, FrontendPlan, FrontendProbe,
+    Health, Notice, Plan, ProbeTarget, Reset, SegmentId, TenantId, TimeoutsId, any_up,
 };
+use super::ranges::clients;
 use super::table::{Cache, Content, Tables};
 use crate::config::{
-    Adopt, Affinity, AllDown, Config, Frontend, FrontendPort, FrontendSettings, Mode, OnDown, Probe, ProbePort,
-    Protocol, SegmentName, Tenant, Unserved, Via,
+    AddressRange, Adopt, Affinity, AllDown, Config, Frontend, FrontendPort, FrontendSettings, Mode, OnDown, Probe,
+    ProbeKind, ProbePort, Protocol, SegmentName, Tenant, Unserved, Via,
 };
-use crate::ipam::{Assignments, unserved};
-use crate::source::{Inventory, ObjectName, Service};
+use crate::ipam::{Assignments, is_guest_made, mode, unserved};
+use crate::source::{Endpoint, Inventory, ObjectName, Service, ServicePort};
 
 /// Probes a second over all targets, at most.
 pub(crate) const PROBES_PER_SECOND: f64 = 5000.0;
@@ -46,9 +48,23 @@ pub(super) struct Wish<'a> {
     node_port: bool,
     /// The first port on the backends that the same Service or frontend serves by TCP.
     tcp_port: Option<u16>,
-    /// The frontend of the file whose backends it has; `None` = nodes.
-    fixed: Option<&'a Frontend>,
+    leads: Leads<'a>,
 }
+
+/// Where a frontend leads.
+#[derive(Clone)]
+enum Leads<'a> {
+    /// To all nodes.
+    Nodes,
+    /// To the backends of a frontend of the file.
+    File(&'a Frontend),
+    /// To endpoints of its Service, addresses and ports, in the tenant's segment. `own_snat`: what settings say of SNAT is of that segment.
+    /// `probe_port`: the port on the endpoints that the probe's name means.
+    Endpoints { backends: Rc<[(IpAddr, u16)]>, own_snat: bool, probe_port: Option<u16> },
+}
+
+/// Backends of one frontend that are endpoints, at most.
+const MAX_ENDPOINTS: usize = 512;
 
 impl Wish<'_> {
     fn notice(&self, reason: &'static str, message: String) -> Notice {
@@ -64,8 +80,31 @@ impl Wish<'_> {
         self.address.vip.is_ipv6()
     }
 
-    fn via(&self) -> Via {
-        self.fixed.map_or(Via::Hub, |frontend| frontend.via)
+    const fn via(&self) -> Via {
+        match self.leads {
+            Leads::Nodes => Via::Hub,
+            Leads::File(frontend) => frontend.via,
+            Leads::Endpoints { .. } => Via::Tenant,
+        }
+    }
+
+    /// It comes from a claim, not from a frontend of the file.
+    fn is_claimed(&self) -> bool {
+        std::ptr::eq(self.settings, &raw const self.tenant.settings)
+    }
+
+    const fn to_nodes(&self) -> bool {
+        matches!(self.leads, Leads::Nodes)
+    }
+
+    /// The Service, if only some backends have endpoints of it.
+    fn local(&self) -> Option<&Service> {
+        self.service.filter(|service| service.policy_local && !matches!(self.leads, Leads::File(_)))
+    }
+
+    /// The port that tells which backends have endpoints.
+    fn local_health_port(&self) -> Option<u16> {
+        self.local()?.health_port.filter(|&port| port != 0)
     }
 
     /// Whether backends see an address of ours.
@@ -127,16 +166,27 @@ pub(super) fn wishes<'a>(
     inventory: &'a Inventory,
     assignments: &'a Assignments,
     site: &Site<'_>,
+    ids: &Ids,
     plan: &mut Plan,
 ) -> Vec<Wish<'a>> {
-    let mut maker = Maker { site, plan, wishes: Vec::new(), owners: BTreeMap::new() };
+    let mut maker = Maker {
+        config,
+        inventory,
+        site,
+        ids,
+        plan,
+        wishes: Vec::new(),
+        owners: BTreeMap::new(),
+        sources: config.source_addresses(),
+        intervals: BTreeMap::new(),
+    };
     let mut tenants: Vec<&Tenant> = config.tenants.iter().collect();
     tenants.sort_by(|left, right| left.name.cmp(&right.name));
     for &tenant in &tenants {
         let mut frontends: Vec<&Frontend> = tenant.frontends.iter().collect();
         frontends.sort_by(|left, right| left.name.cmp(&right.name));
         for frontend in frontends {
-            maker.add_of_file(tenant, frontend, inventory, assignments);
+            maker.add_of_file(tenant, frontend, assignments);
         }
     }
     let by_name: BTreeMap<&str, &Tenant> = tenants.iter().map(|&tenant| (tenant.name.as_str(), tenant)).collect();
@@ -158,41 +208,37 @@ pub(super) fn wishes<'a>(
     for (service, name, assignment) in claimed {
         if let Some(&tenant) = by_name.get(assignment.tenant.as_str()) {
             for &address in &assignment.addresses {
-                maker.add_of_claim(tenant, name, service, address);
+                maker.add_of_claim(tenant, name, service, assignment.mode, address);
             }
+            maker.add_clients(name, service);
         }
     }
     maker.wishes
 }
 
 struct Maker<'a, 'b> {
+    config: &'a Config,
+    inventory: &'a Inventory,
     site: &'b Site<'b>,
+    ids: &'b Ids,
     plan: &'b mut Plan,
     wishes: Vec<Wish<'a>>,
     owners: BTreeMap<FrontendAddress, usize>,
+    /// SNAT addresses that the file names.
+    sources: BTreeSet<(SegmentName, IpAddr)>,
+    /// Indices of [`Plan::intervals`] by content.
+    intervals: BTreeMap<Arc<[AddressRange]>, usize>,
 }
 
 impl<'a> Maker<'a, '_> {
-    fn add_of_file(
-        &mut self,
-        tenant: &'a Tenant,
-        frontend: &'a Frontend,
-        inventory: &'a Inventory,
-        assignments: &'a Assignments,
-    ) {
+    fn add_of_file(&mut self, tenant: &'a Tenant, frontend: &'a Frontend, assignments: &'a Assignments) {
+        let inventory = self.inventory;
         let mut refuse = |reason, message| {
             let tenant = Some(tenant.name.clone());
             self.plan.notices.push(Notice { reason, service: service_name(frontend), tenant, message });
         };
         if let Some(what) = unsupported(&frontend.settings) {
             refuse("Unsupported", format!("frontend {}: {what} is not supported yet: it is not served", frontend.name));
-            return;
-        }
-        if frontend.mode == Some(Mode::Endpoints) {
-            refuse(
-                "EndpointsModeUnsupported",
-                format!("frontend {}: mode endpoints is not supported yet", frontend.name),
-            );
             return;
         }
         let named = service_name(frontend);
@@ -210,8 +256,11 @@ impl<'a> Maker<'a, '_> {
             }
         }
         let service = known.map(|(_, service)| service);
-        if service.is_some_and(|service| unserved(service).is_some()) {
-            return;
+        if let Some((name, service)) = known {
+            self.add_clients(name, service);
+            if unserved(service).is_some() {
+                return;
+            }
         }
         let service_name = match (&named, known, assigned) {
             (None, ..) => None,
@@ -234,42 +283,28 @@ impl<'a> Maker<'a, '_> {
             settings: &frontend.settings,
             target,
             node_port,
-            fixed: (!frontend.backends.is_empty()).then_some(frontend),
+            leads: if frontend.backends.is_empty() { Leads::Nodes } else { Leads::File(frontend) },
             tcp_port,
         };
-        if frontend.ports.is_empty() {
-            for port in service.into_iter().flat_map(|service| &service.ports) {
-                if let Some(protocol) = self.protocol(tenant, service_name, &port.protocol, port.port) {
-                    for &vip in &vips {
-                        self.add(wish(vip, port.port, protocol, port.node_port, true));
-                    }
+        let assigned_mode = assigned.map(|(_, assignment)| assignment.mode);
+        let mode = assigned_mode.unwrap_or_else(|| mode(service, Some(frontend), None));
+        let ports = self.ports_of(tenant, frontend, service_name, service);
+        if let (Mode::Endpoints, Some(name)) = (mode, service_name) {
+            let own_snat = frontend.mode == Some(Mode::Endpoints);
+            for &vip in &vips {
+                let endpoints = self.endpoints(tenant, name, service, vip.is_ipv6());
+                for (port, of_service) in &ports {
+                    let (target, leads, tcp_port) = endpoints.of(*of_service, &frontend.settings, own_snat);
+                    let wish = wish(vip, port.port, port.protocol, target, false);
+                    self.add(Wish { tcp_port, leads, ..wish });
                 }
             }
             return;
         }
-        let mut ports: Vec<_> = frontend.ports.iter().collect();
-        ports.sort();
-        for port in ports {
-            let of_service = service.map(|service| {
-                service.ports.iter().find(|it| it.port == port.port && it.protocol() == Some(port.protocol))
-            });
+        for (port, of_service) in ports {
             let (target, node_port) = match (port.target, of_service) {
                 (Some(target), _) => (target, false),
-                (None, Some(Some(found))) => (found.node_port, true),
-                (None, Some(None)) => {
-                    self.plan.notices.push(Notice {
-                        reason: "PortMissing",
-                        service: service_name.cloned(),
-                        tenant: Some(tenant.name.clone()),
-                        message: format!(
-                            "frontend {} exposes port {}/{}, which the Service does not have",
-                            frontend.name,
-                            port.port,
-                            port.protocol.as_str()
-                        ),
-                    });
-                    (0, true)
-                }
+                (None, Some(found)) => (found.node_port, true),
                 (None, None) if named.is_some() => (0, true),
                 (None, None) => (port.port, false),
             };
@@ -279,7 +314,148 @@ impl<'a> Maker<'a, '_> {
         }
     }
 
-    fn add_of_claim(&mut self, tenant: &'a Tenant, name: &'a ObjectName, service: &'a Service, vip: IpAddr) {
+    /// The ports of a frontend of the file, with those of the Service behind them.
+    fn ports_of(
+        &mut self,
+        tenant: &Tenant,
+        frontend: &Frontend,
+        name: Option<&ObjectName>,
+        service: Option<&'a Service>,
+    ) -> Vec<(FrontendPort, Option<&'a ServicePort>)> {
+        if frontend.ports.is_empty() {
+            let all = service.into_iter().flat_map(|service| &service.ports).filter_map(|port| {
+                let protocol = self.protocol(tenant, name, &port.protocol, port.port)?;
+                Some((FrontendPort { port: port.port, target: None, protocol }, Some(port)))
+            });
+            return all.collect();
+        }
+        let mut ports: Vec<FrontendPort> = frontend.ports.clone();
+        ports.sort();
+        let find = |port: FrontendPort| {
+            let found = service.and_then(|service| {
+                service.ports.iter().find(|it| it.port == port.port && it.protocol() == Some(port.protocol))
+            });
+            if service.is_some() && found.is_none() && port.target.is_none() {
+                self.plan.notices.push(Notice {
+                    reason: "PortMissing",
+                    service: name.cloned(),
+                    tenant: Some(tenant.name.clone()),
+                    message: format!(
+                        "frontend {} exposes port {}/{}, which the Service does not have",
+                        frontend.name,
+                        port.port,
+                        port.protocol.as_str()
+                    ),
+                });
+            }
+            (port, found)
+        };
+        ports.into_iter().map(find).collect()
+    }
+
+    /// The endpoints of a Service that may be backends in the tenant's segment. A tenant has a say in them: none may be this host, a
+    /// router, or an address that is given out.
+    fn endpoints(
+        &mut self,
+        tenant: &Tenant,
+        name: &ObjectName,
+        service: Option<&'a Service>,
+        v6: bool,
+    ) -> Endpoints<'a> {
+        let all = self.inventory.endpoints.get(name).into_iter().flatten();
+        let mut usable: Vec<&'a Endpoint> = Vec::new();
+        let mut refused: BTreeMap<IpAddr, &'static str> = BTreeMap::new();
+        let mut addresses: BTreeSet<IpAddr> = BTreeSet::new();
+        for endpoint in all.filter(|endpoint| endpoint.address.is_ipv6() == v6) {
+            if let Some(why) = self.refusal(tenant, endpoint.address) {
+                refused.insert(endpoint.address, why);
+            } else {
+                addresses.insert(endpoint.address);
+                usable.push(endpoint);
+            }
+        }
+        let mut notice = |reason, message| {
+            let tenant = Some(tenant.name.clone());
+            self.plan.notices.push(Notice { reason, service: Some(name.clone()), tenant, message });
+        };
+        if !refused.is_empty() {
+            let mut shown: Vec<_> = refused.iter().take(3).map(|(address, why)| format!("{address} ({why})")).collect();
+            if refused.len() > shown.len() {
+                shown.push(format!("{} more", refused.len() - shown.len()));
+            }
+            notice(
+                "EndpointRefused",
+                format!("endpoints that this Service may not lead to get no connections: {}", shown.join(", ")),
+            );
+        }
+        if let Some(&beyond) = addresses.iter().nth(MAX_ENDPOINTS) {
+            usable.retain(|endpoint| endpoint.address < beyond);
+            notice(
+                "TooManyEndpoints",
+                format!("this Service has more than {MAX_ENDPOINTS} endpoints: those beyond get no connections"),
+            );
+        }
+        Endpoints { usable, service }
+    }
+
+    /// Why an endpoint in a tenant's segment may not be a backend.
+    fn refusal(&self, tenant: &Tenant, address: IpAddr) -> Option<&'static str> {
+        let segment = self.site.segment(&tenant.segment)?;
+        let place = self.plan.segments.get(&segment)?;
+        let Some(network) = place.networks.iter().find(|network| network.contains(&address)) else {
+            return Some("outside the tenant's segment");
+        };
+        let whole = network.prefix_len() + 1 < network.max_prefix_len();
+        if whole && (address == network.network() || (address.is_ipv4() && address == network.broadcast())) {
+            return Some("no host's address");
+        }
+        if place.gateways.contains(&address) {
+            return Some("the gateway");
+        }
+        let here = || self.config.tenants.iter().filter(|other| other.segment == tenant.segment);
+        let ours = self
+            .plan
+            .addresses
+            .get(&(segment, address))
+            .is_some_and(|known| known.vip || known.host || known.snat.is_some());
+        let own = here().flat_map(|other| &other.addresses).any(|own| own.addr() == address);
+        if ours || own || self.sources.contains(&(tenant.segment.clone(), address)) {
+            return Some("a VIP or this host");
+        }
+        if here().any(|other| other.may_hand_out(address)) {
+            return Some("in a pool of VIPs");
+        }
+        let is_node = || self.inventory.nodes.values().any(|node| node.addresses.contains(&address));
+        (tenant.segment == self.config.hub.segment && is_node()).then_some("a node of the hub")
+    }
+
+    /// Notes who may connect to a Service, if not everybody.
+    fn add_clients(&mut self, name: &ObjectName, service: &Service) {
+        let families = match clients(service) {
+            Ok(clients) if !clients.is_limited(service) => return,
+            Ok(clients) => clients.0,
+            // Closed.
+            Err(_) => [Some(Arc::default()), Some(Arc::default())],
+        };
+        let families = families.map(|family| {
+            let family = family?;
+            let next = self.plan.intervals.len();
+            Some(*self.intervals.entry(family).or_insert_with_key(|family| {
+                self.plan.intervals.push(Arc::clone(family));
+                next
+            }))
+        });
+        self.plan.clients.insert(name.clone(), ClientsPlan(families));
+    }
+
+    fn add_of_claim(
+        &mut self,
+        tenant: &'a Tenant,
+        name: &'a ObjectName,
+        service: &'a Service,
+        mode: Mode,
+        vip: IpAddr,
+    ) {
         if unserved(service).is_some() {
             return;
         }
@@ -292,8 +468,17 @@ impl<'a> Maker<'a, '_> {
             });
             return;
         }
+        let endpoints = match mode {
+            Mode::Nodes => None,
+            Mode::Endpoints => Some(self.endpoints(tenant, name, Some(service), vip.is_ipv6())),
+        };
         for port in &service.ports {
             let Some(protocol) = self.protocol(tenant, Some(name), &port.protocol, port.port) else { continue };
+            let (target, leads, tcp_port) = match &endpoints {
+                None => (port.node_port, Leads::Nodes, tcp_port(service)),
+                // What the tenant's settings say of SNAT is of the hub's segment.
+                Some(endpoints) => endpoints.of(Some(port), &tenant.settings, false),
+            };
             self.add(Wish {
                 tenant,
                 tenant_id: 0,
@@ -302,10 +487,10 @@ impl<'a> Maker<'a, '_> {
                 service_name: Some(name),
                 service: Some(service),
                 settings: &tenant.settings,
-                target: port.node_port,
-                node_port: true,
-                fixed: None,
-                tcp_port: tcp_port(service),
+                target,
+                node_port: matches!(leads, Leads::Nodes),
+                leads,
+                tcp_port,
             });
         }
     }
@@ -346,12 +531,68 @@ impl<'a> Maker<'a, '_> {
                 self.wishes.push(wish);
             }
             MapEntry::Occupied(entry) => {
-                let first = &self.wishes[*entry.get()];
+                let first = &mut self.wishes[*entry.get()];
+                let memory = self.ids.frontends.used.get(&FrontendKey::from(&wish.address)).map(|it| &it.memory);
+                let had = |wish: &Wish<'_>| memory.is_some_and(|memory| memory.is_of(wish.service_name));
+                // Of Services that share a VIP, the one that serves a port keeps it, also from an older one that wants it later.
+                if first.is_claimed() && wish.is_claimed() && had(&wish) && !had(first) {
+                    std::mem::swap(first, &mut wish);
+                }
                 let message = format!("{} is served for {} already", wish.shown(), first.name);
                 self.plan.notices.push(wish.notice("PortClash", message));
             }
         }
     }
+}
+
+/// Endpoints of a Service, of one family, that may be backends.
+struct Endpoints<'a> {
+    /// Sorted by address.
+    usable: Vec<&'a Endpoint>,
+    service: Option<&'a Service>,
+}
+
+impl<'a> Endpoints<'a> {
+    /// Where a port of the Service leads: port on the backends (0 = nowhere), backends, and the port to ask by TCP.
+    fn of(
+        &self,
+        port: Option<&ServicePort>,
+        settings: &FrontendSettings,
+        own_snat: bool,
+    ) -> (u16, Leads<'a>, Option<u16>) {
+        let backends = port.map(|port| self.backends(port)).unwrap_or_default();
+        let ports = || self.service.into_iter().flat_map(|service| &service.ports);
+        let target = |port: &ServicePort| Some(most_common(&self.backends(port))).filter(|&port| port != 0);
+        let tcp_port = ports().filter(|port| port.protocol() == Some(Protocol::Tcp)).find_map(target);
+        let probe_port = match &settings.health.port {
+            Some(ProbePort::Name(name)) => ports().find(|port| port.name == *name).and_then(target),
+            Some(ProbePort::Number(_)) | None => None,
+        };
+        (most_common(&backends), Leads::Endpoints { backends, own_snat, probe_port }, tcp_port)
+    }
+
+    fn backends(&self, port: &ServicePort) -> Rc<[(IpAddr, u16)]> {
+        let all: BTreeSet<(IpAddr, u16)> = self
+            .usable
+            .iter()
+            .flat_map(|endpoint| endpoint.ports.iter().map(|of_slice| (endpoint.address, of_slice)))
+            .filter(|(_, (name, protocol, number))| {
+                let protocol = if protocol.is_empty() { "TCP" } else { protocol };
+                *name == port.name && *number != 0 && port.protocol().map(Protocol::as_str) == Some(protocol)
+            })
+            .map(|(address, (.., number))| (address, *number))
+            .collect();
+        all.into_iter().take(MAX_ENDPOINTS).collect()
+    }
+}
+
+/// The port that most of them have, of several the lowest; 0 if there are none.
+fn most_common(backends: &[(IpAddr, u16)]) -> u16 {
+    let mut counts: BTreeMap<u16, usize> = BTreeMap::new();
+    for (_, port) in backends {
+        *counts.entry(*port).or_default() += 1;
+    }
+    counts.into_iter().min_by_key(|&(port, count)| (std::cmp::Reverse(count), port)).map_or(0, |(port, _)| port)
 }
 
 /// What [`fill`] works with.
@@ -376,6 +617,8 @@ struct Candidate {
     node: Option<Arc<str>>,
     weight: u16,
     probed: bool,
+    /// See [`FrontendBackend::sure`].
+    sure: bool,
 }
 
 /// Judgement on a set of backends.
@@ -394,7 +637,7 @@ struct Judged {
 pub(super) fn fill<'a>(context: &mut Context<'a, '_>, wishes: &[Wish<'a>], plan: &mut Plan) {
     let hub = context.site.segment(&context.config.hub.segment).unwrap_or_default();
     let sources = Sources::new(context, hub, wishes, plan);
-    let of_nodes = |v6: bool| wishes.iter().any(|wish| wish.fixed.is_none() && wish.is_v6() == v6);
+    let of_nodes = |v6: bool| wishes.iter().any(|wish| wish.to_nodes() && wish.is_v6() == v6);
     let nodes = nodes(context, hub, [of_nodes(false), of_nodes(true)], plan);
     let mut filler = Filler {
         hub,
@@ -488,7 +731,9 @@ impl Sources {
     ) -> Option<IpAddr> {
         let turn = |all: &[IpAddr]| all.get(usize::from(id) % all.len().max(1)).copied();
         let v6 = wish.is_v6();
-        let own: Vec<IpAddr> = wish.settings.snat.iter().copied().filter(|it| it.is_ipv6() == v6).collect();
+        let elsewhere = matches!(wish.leads, Leads::Endpoints { own_snat: false, .. });
+        let all = if elsewhere { &[][..] } else { &wish.settings.snat };
+        let own: Vec<IpAddr> = all.iter().copied().filter(|it| it.is_ipv6() == v6).collect();
         let (address, tenant) = match (turn(&own), wish.via()) {
             (Some(address), _) => (address, wish.tenant_id),
             (None, Via::Hub) => return turn(&self.hub[usize::from(v6)]),
@@ -576,7 +821,8 @@ fn nodes(context: &mut Context<'_, '_>, hub: SegmentId, wanted: [bool; 2], plan:
             );
             let weight = u16::from(!node.excluded);
             let probed = !node.excluded;
-            candidates.insert(address, Candidate { id, address, port: 0, node: Some(shared), weight, probed });
+            let sure = true;
+            candidates.insert(address, Candidate { id, address, port: 0, node: Some(shared), weight, probed, sure });
         }
     }
     let (four, six) = candidates.into_values().partition(|candidate| candidate.address.is_ipv4());
@@ -630,9 +876,10 @@ fn crowd(
         let port = probe.ports.first().copied().unwrap_or(wish.target);
         let v6 = wish.is_v6();
         let probed = probed[usize::from(v6)];
-        let targets = match wish.fixed {
-            Some(frontend) => frontend.backends.len(),
-            None if replaceable(wish) => {
+        let targets = match &wish.leads {
+            Leads::File(frontend) => frontend.backends.len(),
+            Leads::Endpoints { backends, .. } => backends.len(),
+            Leads::Nodes if replaceable(wish) => {
                 let mut first = false;
                 let oldest = all.entry((Arc::as_ptr(&probe.probe), port, v6)).or_insert_with(|| {
                     first = true;
@@ -641,8 +888,8 @@ fn crowd(
                 *oldest = (*oldest).min(*id);
                 if first { probed } else { 0 }
             }
-            None if fixed.insert((Arc::as_ptr(&probe.probe), port, v6)) => probed,
-            None => 0,
+            Leads::Nodes if fixed.insert((Arc::as_ptr(&probe.probe), port, v6)) => probed,
+            Leads::Nodes => 0,
         };
         count += targets;
         rate += targets as f64 / probe.probe.interval.as_secs_f64().max(0.001);
@@ -668,9 +915,7 @@ fn crowd(
 
 /// Whether another frontend can stand for this one on a node: it is probed on a port of its own, and the port answers on every node.
 fn replaceable(wish: &Wish<'_>) -> bool {
-    wish.fixed.is_none()
-        && !matches!(wish.settings.health.port, Some(ProbePort::Number(_)))
-        && !wish.service.is_some_and(|service| service.policy_local)
+    wish.to_nodes() && !matches!(wish.settings.health.port, Some(ProbePort::Number(_))) && wish.local().is_none()
 }
 
 struct Filler<'a> {
@@ -723,6 +968,9 @@ impl<'a> Filler<'a> {
                 return None;
             }
         };
+        if let Some(port) = wish.local_health_port() {
+            return Some(self.probes.get(interface, &local_endpoints(probe), vec![port]));
+        }
         if probe.port.is_none() {
             if wish.target == 0 {
                 return None;
@@ -745,6 +993,10 @@ impl<'a> Filler<'a> {
         let ports = match &probe.port {
             None => Vec::new(),
             Some(ProbePort::Number(port)) => vec![*port],
+            Some(ProbePort::Name(_)) if !wish.to_nodes() => match wish.leads {
+                Leads::Endpoints { probe_port: Some(port), .. } => vec![port],
+                Leads::Endpoints { .. } | Leads::File(_) | Leads::Nodes => Vec::new(),
+            },
             Some(ProbePort::Name(name)) => {
                 let found = wish.service.and_then(|service| service.ports.iter().find(|port| port.name == *name));
                 match found.map(|port| port.node_port) {
@@ -775,11 +1027,16 @@ impl<'a> Filler<'a> {
         plan: &mut Plan,
     ) {
         if wish.target == 0 && wish.service.is_some_and(|service| !service.terminating) {
-            let message = format!(
-                "port {} of this Service has no NodePort; set allocateLoadBalancerNodePorts to true, or type NodePort",
-                wish.address.port
-            );
-            plan.notices.push(wish.notice("NodePortMissing", message));
+            if wish.to_nodes() {
+                let message = format!(
+                    "port {} of this Service has no NodePort; set allocateLoadBalancerNodePorts to true, or type NodePort",
+                    wish.address.port
+                );
+                plan.notices.push(wish.notice("NodePortMissing", message));
+            } else {
+                let message = format!("no EndpointSlice gives {} an endpoint in the tenant's segment", wish.shown());
+                plan.notices.push(wish.notice("NoBackend", message));
+            }
         }
         let segment = match wish.via() {
             Via::Hub => self.hub,
@@ -795,8 +1052,12 @@ impl<'a> Filler<'a> {
             v6: wish.is_v6(),
         };
         let probe = probe.filter(|_| how.usable);
-        let (probe, judged) = if let Some(frontend) = wish.fixed {
-            let candidates = fixed_candidates(context, wish, frontend, segment, plan);
+        let candidates = match &wish.leads {
+            Leads::Nodes => wish.local().map(|_| self.nodes_with_endpoints(context, wish)),
+            Leads::File(frontend) => Some(fixed_candidates(context, wish, frontend, segment, plan)),
+            Leads::Endpoints { backends, .. } => Some(endpoint_candidates(context, wish, backends, segment, plan)),
+        };
+        let (probe, judged) = if let Some(candidates) = candidates {
             let judged = self.judge(context.health, &candidates, probe.as_ref(), wish.target, how, plan);
             (probe, judged)
         } else {
@@ -820,6 +1081,12 @@ impl<'a> Filler<'a> {
                 timeouts: timeouts(context, wish, plan),
                 service: wish.service_name.cloned(),
                 service_uid: wish.service.map(|service| service.uid.clone()).unwrap_or_default(),
+                guest_made: wish.service.is_some_and(is_guest_made),
+                mode: match wish.leads {
+                    Leads::Nodes => Some(Mode::Nodes),
+                    Leads::File(_) => None,
+                    Leads::Endpoints { .. } => Some(Mode::Endpoints),
+                },
                 source_affinity: affinity == Affinity::Source,
                 preserve_client: wish.settings.preserve_client,
                 adopt: wish.settings.adopt == Adopt::Takeover,
@@ -833,6 +1100,35 @@ impl<'a> Filler<'a> {
                 reset_on_down: wish.settings.on_down == OnDown::Reset,
             },
         ));
+    }
+
+    /// Nodes that may have an endpoint of a Service with policy Local. Where there is a health port it decides, and slices only say who is
+    /// tried if nobody passes; where there is none, the slices decide.
+    fn nodes_with_endpoints(&self, context: &Context<'_, '_>, wish: &Wish<'_>) -> Vec<Candidate> {
+        let endpoints = wish.service_name.and_then(|name| context.inventory.endpoints.get(name)).into_iter().flatten();
+        let mut names: BTreeSet<&str> = BTreeSet::new();
+        let mut addresses: BTreeSet<IpAddr> = BTreeSet::new();
+        for endpoint in endpoints.filter(|endpoint| endpoint.ready) {
+            match &endpoint.node {
+                Some(node) => {
+                    names.insert(node);
+                }
+                // Where it is can be told only if it has the node's own address.
+                None => {
+                    addresses.insert(endpoint.address);
+                }
+            }
+        }
+        let nodes = &self.nodes[usize::from(wish.is_v6())];
+        let somewhere = !addresses.iter().all(|address| nodes.iter().any(|node| node.address == *address));
+        let all = nodes.iter().filter_map(|node| {
+            let sure =
+                node.node.as_deref().is_some_and(|name| names.contains(name)) || addresses.contains(&node.address);
+            // One that may be anywhere is found by the probe.
+            let asked = wish.local_health_port().is_some() || somewhere;
+            (sure || asked).then(|| Candidate { sure, ..node.clone() })
+        });
+        all.collect()
     }
 
     /// Decides about the nodes. Returns the probe that does.
@@ -916,14 +1212,16 @@ impl<'a> Filler<'a> {
         }
         let can = |index: usize| how.usable && candidates[index].weight > 0;
         let which = |state: Option<bool>| (0..candidates.len()).any(|index| can(index) && states[index] == state);
-        let (any_up, any_unknown) = (which(Some(true)), which(None));
+        let any_up = which(Some(true));
+        let any_unknown =
+            (0..candidates.len()).any(|index| can(index) && candidates[index].sure && states[index].is_none());
         let failed = !any_up && !any_unknown && which(Some(false));
         let serves = |index: usize| {
             can(index)
                 && match states[index] {
                     Some(true) => true,
-                    None => !any_up,
-                    Some(false) => failed && how.try_all,
+                    None => !any_up && candidates[index].sure,
+                    Some(false) => failed && how.try_all && candidates[index].sure,
                 }
         };
         let mut content = Content::new();
@@ -945,6 +1243,7 @@ impl<'a> Filler<'a> {
                 weight: candidate.weight,
                 serving,
                 probed: candidate.probed,
+                sure: candidate.sure,
             });
         }
         let ids = |state: Option<bool>| {
@@ -1011,15 +1310,20 @@ fn alarms(wish: &Wish<'_>, judged: &Judged, how: How, plan: &mut Plan) {
         return;
     }
     if judged.failed {
-        let what =
-            if how.try_all { "new connections are spread over all of them" } else { "new connections are refused" };
+        let what = if judged.table.is_some() {
+            "new connections are spread over all of them"
+        } else {
+            "new connections are refused"
+        };
         let message = format!("all backends of {} fail their probes; {what}", wish.shown());
         plan.notices.push(wish.notice("AllBackendsDown", message));
     } else if judged.table.is_none() {
-        let message = if wish.fixed.is_none() {
-            format!("no node can take connections for {}", wish.shown())
-        } else {
-            format!("no backend of {} has a weight", wish.shown())
+        let shown = wish.shown();
+        let message = match wish.leads {
+            Leads::Nodes if wish.local().is_some() => format!("no node has an endpoint that serves {shown}"),
+            Leads::Nodes => format!("no node can take connections for {shown}"),
+            Leads::File(_) => format!("no backend of {shown} has a weight"),
+            Leads::Endpoints { .. } => format!("no endpoint can take connections for {shown}"),
         };
         plan.notices.push(wish.notice("NoBackend", message));
     }
@@ -1103,9 +1407,48 @@ fn fixed_candidates(
             node: None,
             weight: backend.weight,
             probed: true,
+            sure: true,
         });
     }
     candidates.into_values().collect()
+}
+
+/// Backends that are endpoints.
+fn endpoint_candidates(
+    context: &mut Context<'_, '_>,
+    wish: &Wish<'_>,
+    backends: &[(IpAddr, u16)],
+    segment: SegmentId,
+    plan: &mut Plan,
+) -> Vec<Candidate> {
+    // What runs behind an endpoint's node is the guest's business: only the health port tells.
+    let sure = wish.local_health_port().is_none();
+    let mut candidates = Vec::with_capacity(backends.len());
+    for &(address, port) in backends {
+        // Ports of a Service over the same endpoints share the backends, and often the table.
+        let port = Some(port).filter(|&port| port != wish.target).unwrap_or_default();
+        let key = BackendKey { segment, address, port };
+        let Some(id) = context.ids.backends.id(key, BACKENDS, BackendMemory::default) else {
+            plan.notices.push(wish.notice("TooManyBackends", "no id left for endpoints of this Service".to_owned()));
+            break;
+        };
+        plan.backends.entry(id).or_insert_with(|| BackendPlan { address, port, segment, node: None, eligible: false });
+        candidates.push(Candidate { id, address, port, node: None, weight: 1, probed: true, sure });
+    }
+    candidates
+}
+
+/// The probe of a health port: asks what a Service's own probe does not know, at its pace.
+fn local_endpoints(probe: &Probe) -> Probe {
+    Probe {
+        kind: ProbeKind::LocalEndpoints,
+        port: None,
+        path: "/healthz".to_owned(),
+        host: None,
+        expect: vec![200],
+        ca: None,
+        ..probe.clone()
+    }
 }
 
 /// With `on_down: reset`: flows to backends that have gone down.
@@ -1225,7 +1568,7 @@ fn targets(
     for (wish, id) in wishes.iter().zip(ids) {
         let (Some((id, _)), Some(frontend)) = (id, plan.frontends.get(&wish.address)) else { continue };
         let protocol = wish.address.protocol.number();
-        if wish.fixed.is_none() {
+        if wish.to_nodes() {
             let key = TargetKey { segment: hub, protocol, port: wish.target };
             by_target.entry(key).or_default().insert(*id);
             continue;

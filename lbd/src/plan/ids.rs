@@ -242,6 +242,11 @@ pub(super) struct FrontendMemory {
 }
 
 impl FrontendMemory {
+    /// Whether it was this Service's.
+    pub(super) fn is_of(&self, service: Option<&ObjectName>) -> bool {
+        service.is_some() && self.service.as_ref() == service
+    }
+
     /// Whether a flow of the past may live on: same tenant, same Service object. A Service that was not there yet had no flows.
     pub(super) fn is_same(&self, tenant: &str, service: Option<&ObjectName>, uid: &str) -> bool {
         self.tenant == tenant

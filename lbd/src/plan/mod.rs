@@ -3,6 +3,7 @@
 mod frontend;
 mod ids;
 pub mod model;
+pub(crate) mod ranges;
 mod table;
 #[cfg(test)]
 pub(crate) mod testing;
@@ -91,7 +92,7 @@ impl Planner {
         for (tenant, vip) in frontend::vips(config, assignments) {
             add_vip(&site, tenant, vip, &mut plan);
         }
-        let wishes = frontend::wishes(config, inventory, assignments, &site, &mut plan);
+        let wishes = frontend::wishes(config, inventory, assignments, &site, &self.ids, &mut plan);
         let mut resets = BTreeSet::new();
         frontend::fill(
             &mut frontend::Context {

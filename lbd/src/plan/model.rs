@@ -7,7 +7,7 @@ use std::sync::Arc;
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
-use crate::config::{Probe, Protocol, SegmentName, Timeouts};
+use crate::config::{AddressRange, Mode, Probe, Protocol, SegmentName, Timeouts};
 use crate::source::ObjectName;
 
 /// Dense id of a segment; 0 is none.
@@ -83,6 +83,10 @@ pub struct Plan {
     pub timeouts: BTreeMap<TimeoutsId, Timeouts>,
     /// Lookup tables, each content once; frontends refer to them by index. Slots are backend ids, the length is a prime.
     pub tables: Vec<Arc<[BackendId]>>,
+    /// Who may connect to the Services of ours that limit it. None of them is in `frontends` while the datapath cannot enforce it.
+    pub clients: BTreeMap<ObjectName, ClientsPlan>,
+    /// Intervals of addresses, each content once: sorted, and they do not touch.
+    pub intervals: Vec<Arc<[AddressRange]>>,
     /// What to probe.
     pub probes: BTreeSet<ProbeTarget>,
     /// Flows to reset before anything is added.
@@ -153,6 +157,10 @@ pub struct TenantPlan {
     pub host_access_icmp: bool,
 }
 
+/// Who may connect to a Service, of IPv4 and of IPv6: index into [`Plan::intervals`], or `None` = everybody.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ClientsPlan(pub [Option<usize>; 2]);
+
 /// An address in a segment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AddressPlan {
@@ -194,6 +202,10 @@ pub struct FrontendPlan {
     pub service: Option<ObjectName>,
     /// UID of that Service, else empty.
     pub service_uid: String,
+    /// A guest cluster made that Service: what the guest says of clients is not to be seen here.
+    pub guest_made: bool,
+    /// How its backends are found; `None` = the file lists them.
+    pub mode: Option<Mode>,
     /// Hash by client address only.
     pub source_affinity: bool,
     /// DNAT only.
@@ -288,6 +300,9 @@ pub struct FrontendBackend {
     pub serving: bool,
     /// May be probed (excluded nodes are not).
     pub probed: bool,
+    /// Known to have what the frontend leads to. Others take connections only while their probe says so: nodes that may have no endpoint
+    /// of a Service with `externalTrafficPolicy: Local`.
+    pub sure: bool,
 }
 
 /// A backend.

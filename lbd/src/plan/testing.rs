@@ -53,6 +53,7 @@ pub(crate) fn settings() -> FrontendSettings {
             fall: 3,
             rise: 2,
             fast_interval: Duration::from_millis(250),
+            ca: None,
         },
         timeouts: Timeouts {
             tcp_established: Duration::from_hours(24),

@@ -191,7 +191,7 @@ pub struct Node {
     pub excluded: bool,
 }
 
-/// A ready or serving endpoint.
+/// An endpoint of a Service.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Endpoint {
     /// First address of the endpoint.

@@ -80,20 +80,12 @@ fn every_message_says_what_to_do() {
 #[test]
 fn the_design_is_refused_at_what_does_not_work_yet_and_nowhere_else() {
     let mut text = DESIGN.to_owned();
-    let refusals = [
-        (
-            "probe: http, port: metrics, path: /healthz/ready",
-            "port: metrics",
-            "lbd.yaml:24:26: tenant tenant-a: frontend ingress-shared-lb: health.probe: this probe is not supported yet by this \
-             version: remove it or write tcp",
-        ),
-        (
-            "        source_ranges: [192.168.203.0/24]\n",
-            "",
-            "lbd.yaml:31:24: tenant tenant-a: frontend ingress-lb: source_ranges: is not supported yet by this version: remove it, \
+    let refusals = [(
+        "        source_ranges: [192.168.203.0/24]\n",
+        "",
+        "lbd.yaml:31:24: tenant tenant-a: frontend ingress-lb: source_ranges: is not supported yet by this version: remove it, \
              and filter before this host until it is",
-        ),
-    ];
+    )];
     for (from, to, expected) in refusals {
         assert_eq!(message(&text), expected);
         assert!(text.contains(from));
@@ -127,6 +119,7 @@ fn expected_design() -> Config {
             fall: 3,
             rise: 2,
             fast_interval: Duration::from_millis(250),
+            ca: None,
         },
         timeouts: Timeouts {
             tcp_established: Duration::from_hours(24),
@@ -138,7 +131,9 @@ fn expected_design() -> Config {
         },
     };
     let mut metrics = settings.clone();
+    metrics.health.kind = ProbeKind::Http;
     metrics.health.port = Some(ProbePort::Name("metrics".to_owned()));
+    metrics.health.path = "/healthz/ready".to_owned();
     Config {
         timeouts: settings.timeouts,
         hub: Hub {
@@ -210,11 +205,7 @@ fn what_is_left_out_is_as_in_the_design() {
     // Everything that the design's example writes out as a default.
     let (_, rest) = DESIGN.split_once("defaults:").unwrap();
     let mut text = DESIGN.replace(rest, " {}\n").replace("    snat_ports: 1024-32767\n", "");
-    for (from, to) in [
-        ("probe: http, port: metrics, path: /healthz/ready", "port: metrics"),
-        ("        source_ranges: [192.168.203.0/24]\n", ""),
-        ("    host_access: own ", "    #"),
-    ] {
+    for (from, to) in [("        source_ranges: [192.168.203.0/24]\n", ""), ("    host_access: own ", "    #")] {
         assert!(text.contains(from));
         text = text.replacen(from, to, 1);
     }

@@ -1,6 +1,7 @@
 //! What a plan says of given Services, nodes and health.
 
 mod families;
+mod services;
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;

@@ -10,6 +10,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1 as meta;
 use super::super::{
     Condition, Endpoint, MANAGER, Node, ObjectName, PREFIX, PROGRAMMED, Service, ServiceKind, ServicePort,
 };
+use crate::plan::ranges::SOURCE_RANGES_ANNOTATION;
 
 /// Keeps a node out, if its value is not `false`.
 const EXCLUDE_LABEL: &str = "node.kubernetes.io/exclude-from-external-load-balancers";
@@ -17,17 +18,15 @@ const EXCLUDE_LABEL: &str = "node.kubernetes.io/exclude-from-external-load-balan
 const AUTOSCALER_TAINT: &str = "ToBeDeletedByClusterAutoscaler";
 /// The Service that a slice belongs to.
 const SERVICE_NAME_LABEL: &str = "kubernetes.io/service-name";
-/// The older way to say `loadBalancerSourceRanges`.
-const SOURCE_RANGES_ANNOTATION: &str = "service.beta.kubernetes.io/load-balancer-source-ranges";
 /// Bytes kept of an annotation's value; no valid value of those we read is longer.
-const ANNOTATION_LIMIT: usize = 16 * 1024;
+const ANNOTATION_LIMIT: usize = 64 * 1024;
 
 /// What lbd reads of an EndpointSlice.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Slice {
     /// The Service it belongs to.
     pub(super) service: ObjectName,
-    /// Its ready or serving endpoints.
+    /// Its endpoints, ready or not.
     pub(super) endpoints: Vec<Endpoint>,
 }
 
@@ -63,7 +62,11 @@ pub(super) fn service(mut object: v1::Service, annotations: &BTreeSet<String>) -
     let mut kept = object.metadata.annotations.unwrap_or_default();
     kept.retain(|key, _| key.starts_with(PREFIX) || key == SOURCE_RANGES_ANNOTATION || annotations.contains(key));
     for value in kept.values_mut() {
-        value.truncate(value.floor_char_boundary(ANNOTATION_LIMIT));
+        if value.len() > ANNOTATION_LIMIT {
+            // What is cut off must not mean something else: a prefix length could.
+            value.truncate(value.floor_char_boundary(ANNOTATION_LIMIT - '…'.len_utf8()));
+            value.push('…');
+        }
     }
     let mut ingress = Vec::new();
     let mut ingress_modes = Vec::new();
@@ -177,9 +180,7 @@ pub(super) fn slice(mut object: EndpointSlice) -> Option<(ObjectName, Slice)> {
             let Some(address) = endpoint.addresses.first().and_then(|address| address.parse().ok()) else { continue };
             let conditions = endpoint.conditions.unwrap_or_default();
             let ready = conditions.ready.unwrap_or(true);
-            if ready || conditions.serving.unwrap_or(false) {
-                endpoints.push(Endpoint { address, node: endpoint.node_name, ready, ports: ports.clone() });
-            }
+            endpoints.push(Endpoint { address, node: endpoint.node_name, ready, ports: ports.clone() });
         }
     }
     Some((name, Slice { service, endpoints }))
@@ -317,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn slices_give_first_addresses_of_ready_or_serving_endpoints() {
+    fn slices_give_first_addresses_and_say_which_are_ready() {
         let (name, slice) = slice(parse(serde_json::json!({
             "metadata": {"name": "web-1", "namespace": "s", "labels": {"kubernetes.io/service-name": "web"}},
             "addressType": "IPv4",
@@ -339,8 +340,13 @@ mod tests {
             ready: true,
             ports: ports.clone(),
         };
-        let second = Endpoint { address: "192.0.2.102".parse().unwrap(), node: None, ready: false, ports };
-        assert_eq!(slice.endpoints, [first, second]);
+        let [second, third] = ["192.0.2.102", "192.0.2.103"].map(|address| Endpoint {
+            address: address.parse().unwrap(),
+            node: None,
+            ready: false,
+            ports: ports.clone(),
+        });
+        assert_eq!(slice.endpoints, [first, second, third]);
     }
 
     #[test]
