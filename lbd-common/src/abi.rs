@@ -199,6 +199,8 @@ pub trait Address: sealed::Sealed + Pod + Eq + Ord + Debug + Send + Sync {
     type Ip: Copy + Into<IpAddr>;
     /// Whether the family is IPv6.
     const IS_V6: bool;
+    /// Fills an element of the flow map up to whole cache lines.
+    type FlowReserved: Pod + Eq + Ord + Debug + Send + Sync;
     /// Address of a host type.
     fn from_ip(ip: Self::Ip) -> Self;
     /// The host type.
@@ -222,6 +224,7 @@ pub trait Address: sealed::Sealed + Pod + Eq + Ord + Debug + Send + Sync {
 
 impl Address for Address4 {
     type Ip = Ipv4Addr;
+    type FlowReserved = [u64; 0];
     const IS_V6: bool = false;
 
     #[inline(always)]
@@ -259,6 +262,7 @@ impl Address for Address4 {
 
 impl Address for Address6 {
     type Ip = Ipv6Addr;
+    type FlowReserved = [u64; 7];
     const IS_V6: bool = true;
 
     #[inline(always)]
@@ -330,7 +334,7 @@ macro_rules! abi_struct {
         $(#[$meta])*
         #[repr(C)]
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-        pub struct $name<A> { $($(#[$field_meta])* pub $field: $type,)* }
+        pub struct $name<A: Address> { $($(#[$field_meta])* pub $field: $type,)* }
 
         impl<A: Address> $name<A> {
             /// All bytes zero.
@@ -400,7 +404,8 @@ pub type FlowKey6 = FlowKey<Address6>;
 abi_struct! {
     /// One half of a flow: everything that rewriting a packet needs, for IPv4 in one cache line.
     ///
-    /// The kernel keeps 48 bytes before the key, so that an IPv4 key ends a cache line and its value is the next. `tuple`, `segment` and
+    /// The kernel keeps 48 bytes before the key, so that an IPv4 key ends a cache line and its value is the next. An IPv6 element is four
+    /// whole lines, the last of which the hot path does not touch. `tuple`, `segment` and
     /// [`FLOW_UDP`] repeat the key: a hash element can be recycled under a reader, who compares them before it trusts `to`. Only
     /// BPF code writes a live value. The forward half (client → backend) and the reverse half (backend → client) name each other
     /// through `to`.
@@ -423,19 +428,21 @@ abi_struct! {
         pub sequence: u32,
         /// Last acknowledgement number sent in this direction (host order).
         pub acknowledged: u32,
-        /// Forward half: `created` tick (4 bytes, native order), then backend id (2 bytes). Reverse half: the client's MAC.
-        pub own: [u8; 6],
         /// Frontend id.
         pub frontend: u16,
+        /// `FLOW_*` bits. In one word with `frontend`, which never changes: bits are set atomically.
+        pub state: u16,
+        /// Forward half: `created` tick (4 bytes, native order), then backend id (2 bytes). Reverse half: the client's MAC.
+        pub own: [u8; 6],
         /// Packets in this direction, high 16 bits.
         pub packets_high: u16,
-        /// `FLOW_*` bits.
-        pub state: u16,
+        /// Zero.
+        pub reserved: A::FlowReserved,
     }
-    size 64 and 112 align 8 offsets {
+    size 64 and 168 align 8 offsets {
         tuple: 0 and 0, segment: 12 and 36, next_hop: 14 and 38, to: 16 and 40, last_seen: 28 and 76, bytes: 32 and 80,
-        packets: 40 and 88, sequence: 44 and 92, acknowledged: 48 and 96, own: 52 and 100, frontend: 58 and 106,
-        packets_high: 60 and 108, state: 62 and 110
+        packets: 40 and 88, sequence: 44 and 92, acknowledged: 48 and 96, frontend: 52 and 100, state: 54 and 102, own: 56 and 104,
+        packets_high: 62 and 110
     }
 }
 
@@ -605,9 +612,9 @@ abi_struct! {
         /// Key of the reverse half that belongs to `to`.
         pub reply: FlowKey<A>,
     }
-    size 192 and 360 align 8 offsets {
-        half: 0 and 0, key: 64 and 112, record: 80 and 152, to: 144 and 264, hash: 160 and 304, first: 168 and 312,
-        protocol: 174 and 318, reply: 176 and 320
+    size 192 and 416 align 8 offsets {
+        half: 0 and 0, key: 64 and 168, record: 80 and 208, to: 144 and 320, hash: 160 and 360, first: 168 and 368,
+        protocol: 174 and 374, reply: 176 and 376
     }
 }
 
@@ -996,7 +1003,7 @@ abi_struct! {
         pub reason: u32,
         /// Tenant to count it for.
         pub tenant: u32,
-        /// Tick that `refusals` and `scanned` count.
+        /// Tick that `refusals`, `scanned` and `over_limit` count.
         pub tick: u32,
         /// Refusals sent in `tick`.
         pub refusals: u32,
@@ -1008,8 +1015,10 @@ abi_struct! {
         pub scanned: u32,
         /// MTU of the way that the packet is too large for ([`crate::reason::Reason::TooBig`]).
         pub mtu: u32,
+        /// SYNs above a limit of their tenant that were looked at in `tick`.
+        pub over_limit: u32,
     }
-    size 32 align 4 offsets { reason: 0, tenant: 4, tick: 8, refusals: 12, slot: 16, tag: 20, scanned: 24, mtu: 28 }
+    size 36 align 4 offsets { reason: 0, tenant: 4, tick: 8, refusals: 12, slot: 16, tag: 20, scanned: 24, mtu: 28, over_limit: 32 }
 }
 
 /// [`Scratch::tag`]: there was a tag.
@@ -1205,7 +1214,7 @@ abi_struct! {
         /// The half.
         pub flow: Flow<A>,
     }
-    size 128 and 200 align 8 offsets { request: 0 and 0, flow: 64 and 88 }
+    size 128 and 256 align 8 offsets { request: 0 and 0, flow: 64 and 88 }
 }
 
 abi_struct! {

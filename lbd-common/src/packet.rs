@@ -175,7 +175,7 @@ pub trait Family: Address {
 }
 
 /// An IP header without options.
-pub trait IpHeader<A>: Copy {
+pub trait IpHeader<A: Address>: Copy {
     /// Length of the header.
     const LENGTH: usize;
 

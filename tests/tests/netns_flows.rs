@@ -521,9 +521,16 @@ fn b53_no_backend_refuses_at_once_and_recovers() -> Result<()> {
         let list = agent.lbctl_json(&["backends"])?;
         Ok(!list.to_string().contains("10.32.96.105"))
     })?;
-    let before = counted(&agent, "tenant-a", "no_backend")?;
+    let counted = || counted(&agent, "tenant-a", "no_backend");
+    let none = counted()?;
+    lab::wait_until(Duration::from_secs(5), "the datapath knows no node", || {
+        lab::load(&seed.client, target, false, 1)?;
+        Ok(counted()? > none)
+    })?;
+    let before = counted()?;
     refused("no nodes")?;
-    ensure!(counted(&agent, "tenant-a", "no_backend")? >= before + 20, "refusals are not counted");
+    let refusals = counted()? - before;
+    ensure!(refusals >= 20, "{refusals} refusals are counted");
     // Recovery within the time of a few probes.
     let _servers = serve()?;
     nodes(&api)?;

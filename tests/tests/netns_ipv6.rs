@@ -277,8 +277,12 @@ fn a62_the_source_towards_backends_is_global() -> Result<()> {
     bench.lb.ip("address add 2001:db8:f::dead/64 dev hub0 nodad preferred_lft 0")?;
     bench.lb.ip("address add 2001:db8:f::2/64 dev hub0 nodad")?;
     seen("[2001:db8:f::2]:")?;
-    let report = lab::load(&bench.far, &six, false, 50)?;
-    ensure!(report.failed == 0 && report.servers.len() == 3, "{report:?}");
+    // As soon as all nodes have been probed.
+    lab::wait_until(Duration::from_secs(10), "all nodes serve", || {
+        let report = lab::load(&bench.far, &six, false, 50)?;
+        ensure!(report.failed == 0, "{report:?}");
+        Ok(report.servers.len() == 3)
+    })?;
     ensure!(lab::load(&bench.near, &four, false, 20)?.failed == 0, "IPv4 suffers");
     let listed = agent.flows(&["--vip", &six])?;
     ensure!(

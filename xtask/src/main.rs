@@ -50,6 +50,9 @@ struct BuildArguments {
 struct BenchArguments {
     /// What to measure, e.g. `datapath`.
     what: String,
+    /// Only cases of the datapath whose names contain this.
+    #[arg(long, default_value = "")]
+    case: String,
     /// Write the figures to this file, as JSON.
     #[arg(long)]
     json: Option<PathBuf>,
@@ -86,6 +89,9 @@ fn main() -> Result<ExitCode> {
             let json = arguments.json.map(std::path::absolute).transpose()?;
             return become_root("lbd-bench", true, |command| {
                 command.arg(&arguments.what);
+                if !arguments.case.is_empty() {
+                    command.arg("--case").arg(&arguments.case);
+                }
                 if let Some(json) = &json {
                     command.arg("--json").arg(json);
                 }

@@ -204,33 +204,40 @@ unsafe fn delete<A: Tables>(forward: *mut Flow<A>, key: &FlowKey<A>) {
     }
 }
 
-/// One step of the clock hand: looks at the oldest entry and puts it back or marks its flow. 0 if there is nothing to do, else 1.
+/// [`step`]: the queue is empty.
+const EMPTY: u64 = 0;
+/// [`step`]: the entry has left the queue.
+const TAKEN: u64 = 1;
+/// [`step`]: the entry is back in the queue.
+pub(crate) const PUT_BACK: u64 = 2;
+
+/// One step of the clock hand: looks at the oldest entry and puts it back or marks its flow. Gives [`EMPTY`], [`TAKEN`] or [`PUT_BACK`].
 #[inline(always)]
 pub(crate) fn step<A: Tables>(now: u32) -> u64 {
-    let Some(settings) = SETTINGS.get(0) else { return 0 };
+    let Some(settings) = SETTINGS.get(0) else { return EMPTY };
     let mut entry = MaybeUninit::uninit();
     if !next(A::ageing(), &mut entry, true) {
-        return 0;
+        return EMPTY;
     }
     // SAFETY: filled by `next`.
     let entry = unsafe { entry.assume_init_ref() };
-    let Some(forward) = A::flows().get_ptr_mut(entry.key) else { return 1 };
+    let Some(forward) = A::flows().get_ptr_mut(entry.key) else { return TAKEN };
     // SAFETY: map values, which the verifier checks.
     unsafe {
         let state = (*forward).state;
         if (*forward).created() != entry.created || state & FLOW_ENDED != 0 {
             // The tuple has been used again, and the newer flow has an entry of its own; or the flow waits for its end elsewhere.
-            return 1;
+            return TAKEN;
         }
         let idle = tcp::elapsed(now, (*forward).last_seen);
         if state & FLOW_DEAD != 0 {
             // Marked by a SYN or from outside.
             if end(forward, entry) {
-                return 1;
+                return TAKEN;
             }
             if idle >= settings.grace {
                 delete(forward, &entry.key);
-                return 1;
+                return TAKEN;
             }
         } else {
             let lifetime = lifetime::<A>((*forward).frontend, state, settings);
@@ -240,14 +247,14 @@ pub(crate) fn step<A: Tables>(now: u32) -> u64 {
                 if other > lifetime {
                     kill_both(forward, reverse, now);
                     if end(forward, entry) {
-                        return 1;
+                        return TAKEN;
                     }
                 }
             }
         }
     }
     enqueue(entry);
-    1
+    PUT_BACK
 }
 
 /// Moves a dead flow to the queue of those that are over. False if it is full or busy: then the hand deletes it when it comes by again.

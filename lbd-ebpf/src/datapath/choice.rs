@@ -13,7 +13,9 @@ use lbd_common::reason::Reason;
 use lbd_common::tcp;
 
 use super::age::family_use;
-use super::context::{Ethernet, Refusal, compare_and_swap, copy_words, fetch_add, opaque, refuse, resolve, scratch};
+use super::context::{
+    Ethernet, Refusal, budgets, compare_and_swap, copy_words, fetch_add, opaque, refuse, resolve, scratch,
+};
 use super::half_open::forget_expired;
 use super::maps::{
     ADDRESSES, BACKEND_USE, BACKENDS, FRONTEND_EVENTS, FRONTENDS, MAGLEV, SEGMENTS, SETTINGS, TENANT_USE, TENANTS,
@@ -21,7 +23,7 @@ use super::maps::{
 };
 
 /// The client's side of a new flow; its key is in `making`.
-pub(crate) struct Client<A> {
+pub(crate) struct Client<A: Address> {
     pub(crate) segment: &'static Segment,
     pub(crate) making: *mut Making<A>,
     pub(crate) now: u32,
@@ -146,7 +148,7 @@ pub(crate) struct Target {
 
 impl Target {
     #[inline(always)]
-    pub(crate) const fn of<A>(record: &HalfOpen<A>) -> Self {
+    pub(crate) const fn of<A: Address>(record: &HalfOpen<A>) -> Self {
         Self { frontend: record.frontend, backend: record.backend, segment: record.backend_segment }
     }
 
@@ -216,6 +218,49 @@ pub(crate) fn admit<A: Tables>(client: &Client<A>, frontend: &Frontend, kind: Ki
     }
 }
 
+/// SYNs above a limit that one CPU still looks at in a tick (16 to 160 ms): one of them may be a known client's, sent again.
+const OVER_LIMIT_PER_TICK: u32 = 64;
+
+/// Why a SYN is refused before anything is looked up for it: its tenant has reached a limit, and this CPU has looked at enough such SYNs.
+#[inline(always)]
+pub(crate) fn over_limit<A: Tables>(frontend: &Frontend, now: u32, settings: &Settings) -> Option<Reason> {
+    let limits = TENANTS.get(u32::from(frontend.tenant))?;
+    let (used, family) = (TENANT_USE.get_ptr_mut(u32::from(frontend.tenant))?, family_use::<A>(frontend.tenant)?);
+    let (rate, limits) = (limits.new_flows_per_second, &limits.families[A::INDEX]);
+    // SAFETY: map values, which the verifier checks.
+    let reason = unsafe {
+        if rate != 0 && (*used).new_flows >= u64::from(rate) && (*used).window == second(now, settings) {
+            Reason::TenantRate
+        } else if limits.flows != 0 && (*family).flows as i64 >= i64::from(limits.flows) {
+            Reason::TenantFlows
+        } else {
+            if tag::may_open(&*family, limits.half_open) {
+                return None;
+            }
+            forget_expired(family, now, settings.half_open_epoch);
+            if tag::may_open(&*family, limits.half_open) {
+                return None;
+            }
+            Reason::TenantHalfOpen
+        }
+    };
+    let scratch = budgets(now)?;
+    scratch.over_limit += 1;
+    if scratch.over_limit <= OVER_LIMIT_PER_TICK {
+        return None;
+    }
+    if matches!(reason, Reason::TenantFlows) {
+        refused(frontend);
+    }
+    Some(reason)
+}
+
+/// The second that a tick lies in.
+#[inline(always)]
+fn second(now: u32, settings: &Settings) -> u64 {
+    u64::from(now) * 256 / (u64::from(settings.ticks_per_second_256) | 1)
+}
+
 const INTERNAL: u64 = Reason::Internal as u64;
 const LAND: u64 = Reason::Land as u64;
 const BAD_SOURCE: u64 = Reason::BadSource as u64;
@@ -263,8 +308,7 @@ pub(crate) fn may_open<A: Tables>(frontend: u32, tenant_timeouts: u32, ranges: u
     // SAFETY: map values, which the verifier checks; words are changed atomically.
     let timeout = unsafe {
         if tenant_limits.new_flows_per_second != 0 {
-            let per_second = u64::from(settings.ticks_per_second_256) | 1;
-            let second = u64::from(now) * 256 / per_second;
+            let second = second(now, settings);
             let window = (*used).window;
             if window != second && compare_and_swap(&raw mut (*used).window, window, second) {
                 (*used).new_flows = 0;

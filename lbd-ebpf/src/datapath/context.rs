@@ -288,6 +288,7 @@ pub(crate) fn budgets(now: u32) -> Option<&'static mut Scratch> {
         scratch.tick = now;
         scratch.refusals = 0;
         scratch.scanned = 0;
+        scratch.over_limit = 0;
     }
     Some(scratch)
 }

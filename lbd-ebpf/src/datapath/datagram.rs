@@ -10,7 +10,7 @@ use super::choice::{
     Client, Kind, admit, choose, frontend_of, hop_to_backend, prepare, promoted, refused, reply_to, write_key,
 };
 use super::context::{Arrival, Outcome, mac_pointer, now, refuse, send, settings, udp_packet};
-use super::edge::{count_traffic, read, translate};
+use super::edge::{Key, count_traffic, read, translate};
 use super::flags::{mark, mark_other};
 use super::half_open::{First, allocate, make};
 use super::maps::Tables;
@@ -73,8 +73,8 @@ pub(crate) fn replied<A: Tables>(context: &XdpContext) -> Outcome {
     let packet = udp_packet::<A>(context).map_err(|reason| refuse(reason, arrival.segment.tenant))?;
     // SAFETY: `udp_packet` has bounds-checked the headers.
     let packet = unsafe { &mut *packet };
-    let key = packet.key(arrival.segment.id);
-    let Some(flow) = A::flows().get_ptr_mut(key) else { return arrival.go(context, A::STAGES.datagram) };
+    let key = Key(packet.key(arrival.segment.id));
+    let Some(flow) = A::flows().get_ptr_mut(key.0) else { return arrival.go(context, A::STAGES.datagram) };
     if let Some((to, next_hop, state)) = read(flow, &key)
         && state & (FLOW_REVERSE | FLOW_REPLIED) == FLOW_REVERSE
     {

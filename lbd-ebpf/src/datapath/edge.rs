@@ -5,8 +5,8 @@ use core::ptr::read_volatile;
 
 use aya_ebpf::{bindings::xdp_action, programs::XdpContext};
 use lbd_common::abi::{
-    Address4, Address6, FLOW_DEAD, FLOW_REPLIED, FLOW_REVERSE, FLOW_UDP, Flow, FlowKey, SETTING_MIGRATING, STAGE_ARP,
-    STAGE_LOCAL, STAGE_NEIGHBOUR, STAGE_TAGGED, Segment, Tuple, traffic_index,
+    Address, Address4, Address6, FLOW_DEAD, FLOW_REPLIED, FLOW_REVERSE, FLOW_UDP, Flow, FlowKey, Making,
+    SETTING_MIGRATING, STAGE_ARP, STAGE_LOCAL, STAGE_NEIGHBOUR, STAGE_TAGGED, Segment, Tuple, traffic_index,
 };
 use lbd_common::packet::{ETHERNET, ICMPV6, IpHeader as _, Ipv6, TCP, TcpPacket, UDP, UdpPacket, ethertype};
 use lbd_common::reason::Reason;
@@ -80,8 +80,8 @@ fn transport<A: Tables>(context: &XdpContext, arrival: &Arrival) -> Outcome {
             if packet.verify(available(context, ETHERNET)).is_err() {
                 return arrival.go(context, STAGE_LOCAL);
             }
-            let key = packet.key(arrival.segment.id);
-            let Some(flow) = A::flows().get_ptr_mut(key) else {
+            let key = Key(packet.key(arrival.segment.id));
+            let Some(flow) = A::flows().get_ptr_mut(key.0) else {
                 return unknown::<A>(context, arrival, packet.tcp.flags);
             };
             if packet.tcp.flags & (SYN | FIN | RST) != 0 {
@@ -100,8 +100,8 @@ fn transport<A: Tables>(context: &XdpContext, arrival: &Arrival) -> Outcome {
             if packet.verify(available(context, ETHERNET)).is_err() {
                 return arrival.go(context, STAGE_LOCAL);
             }
-            let key = packet.key(arrival.segment.id);
-            if let Some(flow) = A::flows().get_ptr_mut(key)
+            let key = Key(packet.key(arrival.segment.id));
+            if let Some(flow) = A::flows().get_ptr_mut(key.0)
                 && let Some(outcome) = translate(context, arrival, packet, flow, &key, true)
             {
                 return outcome;
@@ -224,7 +224,7 @@ pub(crate) fn translate<A: Tables, P: Transport<A>>(
     arrival: &Arrival,
     packet: &mut P,
     flow: *mut Flow<A>,
-    key: &FlowKey<A>,
+    key: &Key<A>,
     hot: bool,
 ) -> Option<Outcome> {
     let (to, next_hop, state) = read(flow, key)?;
@@ -257,7 +257,7 @@ pub(crate) fn translate<A: Tables, P: Transport<A>>(
             flow.packets_high = flow.packets_high.wrapping_add(1);
         }
         count_traffic(flow.frontend, state & FLOW_REVERSE != 0, length);
-        packet.translate(&key.tuple, &to);
+        packet.translate(&key.0.tuple, &to);
         Some(Ok(send(context, arrival.ethernet, hop, destination)))
     }
 }
@@ -265,15 +265,15 @@ pub(crate) fn translate<A: Tables, P: Transport<A>>(
 /// What a half says of a packet's way, copied out. `None` if the half is dead or another flow's: a hash element can be recycled under
 /// its reader, so the tuple is compared after the copy, in program order.
 #[inline(always)]
-pub(crate) fn read<A: Tables>(flow: *const Flow<A>, key: &FlowKey<A>) -> Option<(Tuple<A>, u16, u16)> {
+pub(crate) fn read<A: Tables>(flow: *const Flow<A>, key: &Key<A>) -> Option<(Tuple<A>, u16, u16)> {
     // SAFETY: a map value, which the verifier checks; all fields are plain integers.
     unsafe {
         let to = copy(&raw const (*flow).to);
         let next_hop = read_volatile(&raw const (*flow).next_hop);
         let state = read_volatile(&raw const (*flow).state);
-        let own = is_now(&raw const (*flow).tuple, &key.tuple)
-            && read_volatile(&raw const (*flow).segment) == key.segment
-            && (state & FLOW_UDP != 0) == (key.protocol == UDP);
+        let own = is_now(&raw const (*flow).tuple, key)
+            && read_volatile(&raw const (*flow).segment) == key.0.segment
+            && (state & FLOW_UDP != 0) == (key.0.protocol == UDP);
         (own && state & FLOW_DEAD == 0).then_some((to, next_hop, state))
     }
 }
@@ -301,29 +301,49 @@ unsafe fn copy<A: Tables>(from: *const Tuple<A>) -> Tuple<A> {
 
 /// A tuple that can be written by whole words, as those in flows can be read.
 #[repr(C, align(8))]
-struct Aligned<A>(Tuple<A>);
+struct Aligned<A: Address>(Tuple<A>);
 
 const _: () = assert!(size_of::<Tuple<Address4>>() % 8 == 4 && size_of::<Tuple<Address6>>() % 8 == 4);
 const _: () = assert!(offset_of!(Flow<Address4>, to) % 8 == 0 && offset_of!(Flow<Address6>, to) % 8 == 0);
 const _: () = assert!(offset_of!(Flow<Address4>, tuple) % 8 == 0 && offset_of!(Flow<Address6>, tuple) % 8 == 0);
 
+/// A key that can be compared by whole words.
+#[repr(C, align(8))]
+pub(crate) struct Key<A: Address>(pub(crate) FlowKey<A>);
+
+const _: () = assert!(offset_of!(Making<Address4>, reply) % 8 == 0 && offset_of!(Making<Address6>, reply) % 8 == 0);
+
+impl<A: Address> Key<A> {
+    /// The key in [`Making::reply`].
+    ///
+    /// # Safety
+    ///
+    /// It lies there.
+    #[inline(always)]
+    pub(crate) unsafe fn in_making(key: &FlowKey<A>) -> &Self {
+        // SAFETY: the caller's; it lies at a whole word, as asserted above.
+        unsafe { &*(&raw const *key).cast() }
+    }
+}
+
 /// Compares a tuple word by word, in program order.
 ///
 /// # Safety
 ///
-/// `now` points to a tuple.
+/// `now` points to a tuple in a flow, at a whole word.
 #[inline(always)]
-unsafe fn is_now<A: Tables>(now: *const Tuple<A>, tuple: &Tuple<A>) -> bool {
-    let expected: *const u32 = (&raw const *tuple).cast();
+unsafe fn is_now<A: Tables>(now: *const Tuple<A>, key: &Key<A>) -> bool {
+    let expected = &raw const key.0.tuple;
     let (mut word, mut difference) = (0, 0);
-    // SAFETY: the caller's.
+    // SAFETY: the caller's; a key begins with its tuple, at a whole word.
     unsafe {
-        while word < size_of::<Tuple<A>>() / 4 {
-            difference |= read_volatile(now.cast::<u32>().add(word)) ^ *expected.add(word);
+        while word < size_of::<Tuple<A>>() / 8 {
+            difference |= read_volatile(now.cast::<u64>().add(word)) ^ *expected.cast::<u64>().add(word);
             word += 1;
         }
+        let ports = read_volatile(now.cast::<u32>().add(2 * word)) ^ *expected.cast::<u32>().add(2 * word);
+        difference | u64::from(ports) == 0
     }
-    difference == 0
 }
 
 /// Whether flows are being handed over to these programs.
@@ -346,7 +366,7 @@ pub(crate) fn count_traffic(frontend: u16, reverse: bool, length: u32) {
 
 /// Whose flow it is: on the hub's segment only the flow knows.
 #[inline(always)]
-pub(crate) fn tenant_of<A>(flow: *const Flow<A>, segment: &Segment) -> u16 {
+pub(crate) fn tenant_of<A: Address>(flow: *const Flow<A>, segment: &Segment) -> u16 {
     // SAFETY: a map value, which the verifier checks.
     let frontend = unsafe { (*flow).frontend };
     FRONTEND_OWNERS.get(u32::from(frontend)).map_or(segment.tenant, |owner| owner.tenant)

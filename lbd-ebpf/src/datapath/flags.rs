@@ -1,14 +1,14 @@
 //! SYN, FIN and RST on a live flow, and what may come from another MAC.
 
 use aya_ebpf::programs::XdpContext;
-use lbd_common::abi::{BACKEND_ELIGIBLE, FLOW_FIN, FLOW_PEER_FIN, FLOW_RESET, FLOW_REVERSE, Flow, Tuple};
+use lbd_common::abi::{Address, BACKEND_ELIGIBLE, FLOW_FIN, FLOW_PEER_FIN, FLOW_RESET, FLOW_REVERSE, Flow, Tuple};
 use lbd_common::packet::TcpPacket;
 use lbd_common::reason::Reason;
 use lbd_common::tcp::{self, ACK, FIN, RST, SYN};
 
 use super::age::{kill, reply_key};
 use super::context::{Arrival, Outcome, count, fetch_or, now, refuse, tcp_packet};
-use super::edge::{read, tenant_of, translate, unknown};
+use super::edge::{Key, read, tenant_of, translate, unknown};
 use super::maps::{BACKENDS, Tables};
 
 /// Follows the state of a flow, then translates.
@@ -22,8 +22,8 @@ pub(crate) fn flags<A: Tables>(context: &XdpContext) -> Outcome {
     if !tcp::valid_flags(bits) {
         return Err(refuse(Reason::BadFlags, arrival.segment.tenant));
     }
-    let key = packet.key(arrival.segment.id);
-    let Some(flow) = A::flows().get_ptr_mut(key) else { return unknown::<A>(context, &arrival, bits) };
+    let key = Key(packet.key(arrival.segment.id));
+    let Some(flow) = A::flows().get_ptr_mut(key.0) else { return unknown::<A>(context, &arrival, bits) };
     let Some((to, next_hop, state)) = read(flow, &key) else { return unknown::<A>(context, &arrival, bits) };
     // SAFETY: a map value, which the verifier checks.
     let (reference, backend) = unsafe { ((*flow).sequence, (*flow).backend()) };
@@ -89,9 +89,9 @@ fn follow_client<A: Tables>(
 
 /// Atomically sets bits of a half's state; gives the state before.
 #[inline(always)]
-pub(crate) fn mark<A>(flow: *mut Flow<A>, bits: u16) -> u16 {
-    // SAFETY: `packets_high` and `state` are one aligned word, state in its upper half (little endian, as `bpfel` is).
-    let before = unsafe { fetch_or((&raw mut (*flow).packets_high).cast(), u32::from(bits) << 16) };
+pub(crate) fn mark<A: Address>(flow: *mut Flow<A>, bits: u16) -> u16 {
+    // SAFETY: `frontend` and `state` are one aligned word, state in its upper half (little endian, as `bpfel` is).
+    let before = unsafe { fetch_or((&raw mut (*flow).frontend).cast(), u32::from(bits) << 16) };
     (before >> 16) as u16
 }
 
@@ -101,7 +101,8 @@ pub(crate) fn other<A: Tables>(to: &Tuple<A>, next_hop: u16, state: u16) -> Opti
     // SAFETY: a tuple on the stack.
     let key = unsafe { reply_key(to, next_hop, state)? };
     let flow = A::flows().get_ptr_mut(key)?;
-    read(flow, key).map(|_| flow)
+    // SAFETY: `reply_key` gives [`Making::reply`].
+    read(flow, unsafe { Key::in_making(key) }).map(|_| flow)
 }
 
 #[inline(always)]

@@ -5,7 +5,7 @@ use core::sync::atomic::{Ordering, compiler_fence};
 
 use aya_ebpf::bindings::BPF_NOEXIST;
 use lbd_common::abi::{
-    AgeEntry, FLOW_BUSY, FLOW_DEAD, FLOW_REVERSE, FLOW_UDP, FamilyUse, Flow, FlowKey, HALF_OPEN_BUCKETS,
+    Address, AgeEntry, FLOW_BUSY, FLOW_DEAD, FLOW_REVERSE, FLOW_UDP, FamilyUse, Flow, FlowKey, HALF_OPEN_BUCKETS,
     HALF_OPEN_SETS, HALF_OPEN_WAYS, HINT_LINES, HINT_WAYS, HalfOpen, HalfOpenSet, Making,
 };
 use lbd_common::half_open as tag;
@@ -13,13 +13,13 @@ use lbd_common::hash;
 use lbd_common::packet::{TCP, UDP};
 use lbd_common::reason::Reason;
 
-use super::age::{charge, enqueue, family_use, write_reply};
+use super::age::{PUT_BACK, charge, enqueue, family_use, write_reply};
 use super::context::{budgets, compare_and_swap, copy_words, exchange, fetch_add, opaque};
 use super::flags::mark;
 use super::maps::{SETTINGS, TENANT_USE, TENANTS, Tables};
 
 /// A record that was found or claimed.
-pub(crate) struct Found<A> {
+pub(crate) struct Found<A: Address> {
     set: *mut HalfOpenSet<A>,
     way: usize,
     /// The tag as it was read.
@@ -128,13 +128,13 @@ pub(crate) fn forget_expired(used: *mut FamilyUse, now: u32, ticks_per_epoch: u3
 }
 
 #[inline(always)]
-fn tag_word<A>(set: *mut HalfOpenSet<A>, way: usize) -> *mut u64 {
+fn tag_word<A: Address>(set: *mut HalfOpenSet<A>, way: usize) -> *mut u64 {
     // SAFETY: masked below HALF_OPEN_WAYS.
     unsafe { (&raw mut (*set).tags).cast::<u64>().add(way & (HALF_OPEN_WAYS - 1)) }
 }
 
 #[inline(always)]
-fn record_at<A>(set: *mut HalfOpenSet<A>, way: usize) -> *mut HalfOpen<A> {
+fn record_at<A: Address>(set: *mut HalfOpenSet<A>, way: usize) -> *mut HalfOpen<A> {
     // SAFETY: masked below HALF_OPEN_WAYS.
     unsafe { (&raw mut (*set).records).cast::<HalfOpen<A>>().add(way & (HALF_OPEN_WAYS - 1)) }
 }
@@ -580,9 +580,10 @@ pub(crate) fn promote<A: Tables>(
 /// Makes room, then a flow.
 #[inline(always)]
 pub(crate) fn make<A: Tables>(first: &First, now: u32) -> Result<(), Reason> {
-    // Room is made before it is needed: the hand looks at two entries for each one that is added.
-    A::age_step(now);
-    A::age_step(now);
+    // Room is made before it is needed: for each entry that is added, one leaves, or the hand looks at two.
+    if A::age_step(now) == PUT_BACK || is_filling::<A>() {
+        A::age_step(now);
+    }
     A::bury(now);
     let states = u32::from(first.forward) | u32::from(first.reverse) << 16;
     match A::insert(first.length, first.sequence, first.acknowledged, states, now) {
@@ -592,6 +593,17 @@ pub(crate) fn make<A: Tables>(first: &First, now: u32) -> Result<(), Reason> {
         TUPLE_IN_USE => Err(Reason::TupleInUse),
         _ => Err(Reason::Internal),
     }
+}
+
+/// Whether the tenant of the flow in [`Making::record`] uses so much of its limit that the hand should gain on its flows.
+#[inline(always)]
+fn is_filling<A: Tables>() -> bool {
+    let Some(making) = A::making() else { return true };
+    // SAFETY: this CPU's value.
+    let tenant = unsafe { (*making).record.tenant };
+    let (Some(used), Some(limits)) = (family_use::<A>(tenant), TENANTS.get(u32::from(tenant))) else { return true };
+    // SAFETY: a map value, which the verifier checks.
+    unsafe { (*used).flows as i64 >= i64::from(limits.families[A::INDEX].flows / 4) }
 }
 
 pub(crate) const INSERTED: u64 = 0;

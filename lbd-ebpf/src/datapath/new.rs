@@ -15,8 +15,8 @@ use lbd_common::reason::Reason;
 use lbd_common::tcp::{self, ACK, FIN, RST, SYN};
 
 use super::choice::{
-    Client, Kind, Target, admit, announce, choose, first_port, frontend_of, prepare, promoted, refused, reply_to,
-    write_key,
+    Client, Kind, Target, admit, announce, choose, first_port, frontend_of, over_limit, prepare, promoted, refused,
+    reply_to, write_key,
 };
 use super::context::{
     Arrival, Outcome, Refusal, at, count, mac_pointer, now, opaque, refuse, resolve, send, settings, tcp_packet,
@@ -77,6 +77,9 @@ pub(crate) fn open<A: Tables>(context: &XdpContext) -> Outcome {
     let no = |reason| refuse(reason, frontend.tenant);
     if !tcp::valid_flags(packet.headers.tcp.flags) {
         return Err(no(Reason::BadFlags));
+    }
+    if let Some(reason) = over_limit::<A>(frontend, now, settings) {
+        return Err(no(reason));
     }
     // SAFETY: this CPU's value.
     let hash = unsafe { hash::flow(&settings.seed, &(*making).key) };

@@ -1,4 +1,4 @@
-//! lbd's benchmarks, as ratios within one run: `lbd-bench datapath|flows [--json FILE]`.
+//! lbd's benchmarks, as ratios within one run: `lbd-bench datapath|flows [--case NAME] [--json FILE]`.
 use std::fmt::Display;
 use std::path::PathBuf;
 
@@ -10,6 +10,9 @@ use serde::Serialize;
 struct Arguments {
     /// What to measure.
     what: What,
+    /// Only cases of the datapath whose names contain this.
+    #[arg(long, default_value = "")]
+    case: String,
     /// Write the figures to this file, as JSON.
     #[arg(long)]
     json: Option<PathBuf>,
@@ -29,7 +32,7 @@ enum What {
 fn main() -> Result<()> {
     let arguments = Arguments::parse();
     let report: Box<dyn Report> = match arguments.what {
-        What::Datapath => Box::new(lbd_tests::bench::datapath()?),
+        What::Datapath => Box::new(lbd_tests::bench::datapath(&arguments.case)?),
         What::Flows => {
             let lbd = match arguments.lbd {
                 Some(lbd) => lbd,

@@ -225,6 +225,7 @@ pub const fn flow(old: &Flow) -> abi::Flow4 {
         frontend: old.frontend,
         packets_high: old.packets_high,
         state: old.state & STATES,
+        reserved: [],
     }
 }
 
