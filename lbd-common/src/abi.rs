@@ -1003,7 +1003,7 @@ abi_struct! {
         pub reason: u32,
         /// Tenant to count it for.
         pub tenant: u32,
-        /// Tick that `refusals`, `scanned` and `over_limit` count.
+        /// Tick of `refusals`, `scanned`, `over_limit` and `busy_tenant`.
         pub tick: u32,
         /// Refusals sent in `tick`.
         pub refusals: u32,
@@ -1017,8 +1017,10 @@ abi_struct! {
         pub mtu: u32,
         /// SYNs above a limit of their tenant that were looked at in `tick`.
         pub over_limit: u32,
+        /// The last tenant for which there was no budget left in `tick` to look for a SNAT port; 0 = none.
+        pub busy_tenant: u32,
     }
-    size 36 align 4 offsets { reason: 0, tenant: 4, tick: 8, refusals: 12, slot: 16, tag: 20, scanned: 24, mtu: 28, over_limit: 32 }
+    size 40 align 4 offsets { reason: 0, tenant: 4, tick: 8, refusals: 12, slot: 16, tag: 20, scanned: 24, mtu: 28, over_limit: 32, busy_tenant: 36 }
 }
 
 /// [`Scratch::tag`]: there was a tag.

@@ -289,6 +289,7 @@ pub(crate) fn budgets(now: u32) -> Option<&'static mut Scratch> {
         scratch.refusals = 0;
         scratch.scanned = 0;
         scratch.over_limit = 0;
+        scratch.busy_tenant = 0;
     }
     Some(scratch)
 }

@@ -42,7 +42,7 @@ pub(crate) fn datagram<A: Tables>(context: &XdpContext) -> Outcome {
     let own = prepare(making, frontend, &choice, hash, UDP);
     let length = packet.ip.total_length();
     let hop = hop_to_backend(arrival.segment, choice.backend.next_hop, length, packet.ip.hops(), frontend)?;
-    let found = allocate(making, own, now, expires).map_err(|reason| {
+    let found = allocate(making, own, frontend.tenant, now, expires).map_err(|reason| {
         refused(frontend);
         no(reason)
     })?;

@@ -289,21 +289,30 @@ pub(crate) fn search<A: Tables>(now: u32, expires: u32) -> u64 {
     result
 }
 
+/// Tries that are left to a tenant whose searches have used this tick's budget up: the rest of its flood shall cost little.
+const TRIES_WHEN_BUSY: u32 = 2;
+
 /// Finds a SNAT port that makes [`Making::to`] unique and claims it, as [`Making::hash`] and what follows it say. `own`: the client's own port, and
 /// no other (`preserve_client`).
 #[inline(always)]
 pub(crate) fn allocate<A: Tables>(
     making: *mut Making<A>,
     own: bool,
+    tenant: u16,
     now: u32,
     expires: u32,
 ) -> Result<Found<A>, Reason> {
     // SAFETY: this CPU's value.
     let (first, last, hash) = unsafe { ((*making).first, (*making).last, (*making).hash) };
+    let scratch = budgets(now).ok_or(Reason::Internal)?;
+    let busy = scratch.busy_tenant == u32::from(tenant);
     let mut full = false;
     let mut attempt = 0;
     let tries = opaque::<{ hash::PORT_TRIES }>();
     while attempt < tries {
+        if busy && attempt >= TRIES_WHEN_BUSY {
+            return Err(Reason::SnatBusy);
+        }
         let port = hash::snat_port(hash, attempt, first, last);
         let way = A::take(u32::from(port), 0, now, expires);
         if way < TAKEN {
@@ -329,6 +338,7 @@ pub(crate) fn allocate<A: Tables>(
         return claimed(making, port, (found >> 16) & 0xffff, expires);
     }
     Err(if found == LATER {
+        scratch.busy_tenant = u32::from(tenant);
         Reason::SnatBusy
     } else if full || found == FULL {
         Reason::HalfOpenFull

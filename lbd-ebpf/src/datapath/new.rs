@@ -113,7 +113,7 @@ pub(crate) fn open<A: Tables>(context: &XdpContext) -> Outcome {
     let own = prepare(making, frontend, &choice, hash, TCP);
     // Asked before anything is claimed: a packet that can't go needs no state.
     let hop = hop_to_backend(packet, choice.backend.next_hop, frontend)?;
-    let found = allocate(making, own, now, expires).map_err(|reason| {
+    let found = allocate(making, own, frontend.tenant, now, expires).map_err(|reason| {
         refused(frontend);
         no(reason)
     })?;
@@ -209,7 +209,7 @@ pub(crate) fn adopt<A: Tables>(context: &XdpContext) -> Outcome {
     let port = first_port(making, frontend, hash);
     // SAFETY: this CPU's value.
     unsafe { ((*making).first, (*making).last) = (port, port) };
-    let found = allocate(making, own, now, expires).map_err(|_| no(Reason::NoFlow))?;
+    let found = allocate(making, own, frontend.tenant, now, expires).map_err(|_| no(Reason::NoFlow))?;
     // SAFETY: claimed by this CPU; nobody reads it before it is published.
     let record = unsafe { &mut *found.record() };
     packet.client().fill(record, packet.arrival.ethernet, frontend, &choice);
