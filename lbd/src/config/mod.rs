@@ -374,6 +374,8 @@ pub struct FrontendPort {
     pub port: u16,
     /// Port on the backends; `None` = the Service's NodePort, or `port` when there is no Service.
     pub target: Option<u16>,
+    /// Port of the Service that it stands for; `None` = the same as `port`.
+    pub service_port: Option<u16>,
     /// Protocol.
     pub protocol: Protocol,
 }

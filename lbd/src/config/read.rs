@@ -408,9 +408,9 @@ fn ports(frontend: &Object<'_>, of_service: bool) -> Result<Vec<FrontendPort>> {
 
 fn port(item: &Item<'_>, of_service: bool) -> Result<FrontendPort> {
     if !item.is_map() {
-        return Ok(FrontendPort { port: item.port()?, target: None, protocol: Protocol::Tcp });
+        return Ok(FrontendPort { port: item.port()?, target: None, service_port: None, protocol: Protocol::Tcp });
     }
-    let port = item.object(&["port", "target", "protocol"])?;
+    let port = item.object(&["port", "target", "service_port", "protocol"])?;
     let protocol = match port.get("protocol") {
         Some(item) => item
             .choice(&[("TCP", Some(Protocol::Tcp)), ("UDP", Some(Protocol::Udp)), ("SCTP", None)])?
@@ -424,7 +424,17 @@ fn port(item: &Item<'_>, of_service: bool) -> Result<FrontendPort> {
         Some(item) => Some(item.port()?),
         None => None,
     };
-    Ok(FrontendPort { port: port.required("port", "the port that clients connect to")?.port()?, target, protocol })
+    let service_port = match port.get("service_port") {
+        Some(item) if !of_service => {
+            return Err(
+                item.wrong("is for frontends with `service`, and this one has backends: remove it, or write target")
+            );
+        }
+        Some(item) => Some(item.port()?),
+        None => None,
+    };
+    let number = port.required("port", "the port that clients connect to")?.port()?;
+    Ok(FrontendPort { port: number, target, service_port, protocol })
 }
 
 fn backends(list: &Item<'_>) -> Result<Vec<StaticBackend>> {

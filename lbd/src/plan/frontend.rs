@@ -325,15 +325,17 @@ impl<'a> Maker<'a, '_> {
         if frontend.ports.is_empty() {
             let all = service.into_iter().flat_map(|service| &service.ports).filter_map(|port| {
                 let protocol = self.protocol(tenant, name, &port.protocol, port.port)?;
-                Some((FrontendPort { port: port.port, target: None, protocol }, Some(port)))
+                let exposed = FrontendPort { port: port.port, target: None, service_port: None, protocol };
+                Some((exposed, Some(port)))
             });
             return all.collect();
         }
         let mut ports: Vec<FrontendPort> = frontend.ports.clone();
         ports.sort();
         let find = |port: FrontendPort| {
+            let wanted = port.service_port.unwrap_or(port.port);
             let found = service.and_then(|service| {
-                service.ports.iter().find(|it| it.port == port.port && it.protocol() == Some(port.protocol))
+                service.ports.iter().find(|it| it.port == wanted && it.protocol() == Some(port.protocol))
             });
             if service.is_some() && found.is_none() && port.target.is_none() {
                 self.plan.notices.push(Notice {
@@ -343,7 +345,7 @@ impl<'a> Maker<'a, '_> {
                     message: format!(
                         "frontend {} exposes port {}/{}, which the Service does not have",
                         frontend.name,
-                        port.port,
+                        wanted,
                         port.protocol.as_str()
                     ),
                 });

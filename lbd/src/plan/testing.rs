@@ -114,7 +114,10 @@ pub(crate) fn frontend(frontend: &str, vip: Option<&str>, ports: &[(u16, Option<
         name: frontend.to_owned(),
         service: None,
         vip: vip.map(ip),
-        ports: ports.iter().map(|&(port, target)| FrontendPort { port, target, protocol: Protocol::Tcp }).collect(),
+        ports: ports
+            .iter()
+            .map(|&(port, target)| FrontendPort { port, target, service_port: None, protocol: Protocol::Tcp })
+            .collect(),
         backends: Vec::new(),
         via: Via::Hub,
         mode: None,

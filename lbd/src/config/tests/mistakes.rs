@@ -130,6 +130,7 @@ pub(super) const MISTAKES: &[(&str, &str, &str)] = &[
     ("ports: [443, 80]", "ports: [{ port: 443, target: 32488 }]", "25:38: tenant tenant-a: frontend ingress-shared-lb: ports[0].target: is the Service's NodePort, which lbd follows: remove it"),
     ("ports: [443, 80]", "ports: 443", "25:16: tenant tenant-a: frontend ingress-shared-lb: ports: is \"443\": write a list of ports: [443]"),
     ("{ port: 80, target: 30282 }", "{ port: 80, protocol: udp }", "29:69: tenant tenant-a: frontend ingress-lb: ports[1].protocol: \"udp\" is not known here: write TCP, UDP or SCTP"),
+    ("{ port: 80, target: 30282 }", "{ port: 80, service_port: 8080 }", "29:73: tenant tenant-a: frontend ingress-lb: ports[1].service_port: is for frontends with `service`, and this one has backends: remove it, or write target"),
     ("{ port: 80, target: 30282 }", "{ port: 80, protocol: SCTP }", "29:69: tenant tenant-a: frontend ingress-lb: ports[1].protocol: protocol SCTP is not supported: remove this port or make it TCP"),
     ("{ port: 80, target: 30282 }", "{ port: 80, protocol: tcp }", "29:69: tenant tenant-a: frontend ingress-lb: ports[1].protocol: \"tcp\" is not known here: write TCP, UDP or SCTP"),
     ("{ port: 80, target: 30282 }", "{ target: 30282 }", "29:47: tenant tenant-a: frontend ingress-lb: ports[1]: `port` is missing: write port: the port that clients connect to"),

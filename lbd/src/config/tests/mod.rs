@@ -38,7 +38,7 @@ fn range(first: &str, last: &str) -> AddressRange {
 }
 
 fn port(port: u16, target: Option<u16>) -> FrontendPort {
-    FrontendPort { port, target, protocol: Protocol::Tcp }
+    FrontendPort { port, target, service_port: None, protocol: Protocol::Tcp }
 }
 
 #[test]
@@ -287,7 +287,10 @@ tenants:
     );
     assert_eq!(tenant.host_access, HostAccess::Only { ports: vec![22, 9100], icmp: true });
     assert_eq!(tenant.limits.udp_flows, Some(1000));
-    assert_eq!(tenant.frontends[0].ports[1], FrontendPort { port: 53, target: None, protocol: Protocol::Udp });
+    assert_eq!(
+        tenant.frontends[0].ports[1],
+        FrontendPort { port: 53, target: None, service_port: None, protocol: Protocol::Udp }
+    );
     // Of IPv6 all but the anycast address and the host's own; a /64 has its last address, too.
     assert!(tenant.may_hand_out(address("2001:db8:203::1")));
     assert!(tenant.may_hand_out(address("2001:db8:203::ffff:ffff:ffff:ffff")));
@@ -406,7 +409,7 @@ fn json_is_yaml_too() {
 #[test]
 fn the_sample_and_the_reference_are_right() {
     let sample = parse(SAMPLE, "deploy/lbd.yaml").unwrap();
-    assert_eq!(sample.tenants[0].frontends.len(), 2);
+    assert_eq!(sample.tenants[0].frontends.len(), 3);
     let complete = REFERENCE.split("```yaml\n").skip(1).filter_map(|block| Some(block.split_once("```")?.0));
     for block in complete.filter(|block| block.contains("version: 1\n")) {
         parse(block, "docs/configuration.md").unwrap_or_else(|error| panic!("{}", error.report()));

@@ -1,6 +1,8 @@
 //! What a plan says of given Services, nodes and health.
 
+mod anything;
 mod families;
+mod samples;
 mod services;
 
 use std::collections::BTreeSet;

@@ -23,20 +23,20 @@ const ANNOTATION_LIMIT: usize = 64 * 1024;
 
 /// What lbd reads of an EndpointSlice.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Slice {
+pub(crate) struct Slice {
     /// The Service it belongs to.
-    pub(super) service: ObjectName,
+    pub(crate) service: ObjectName,
     /// Its endpoints, ready or not.
-    pub(super) endpoints: Vec<Endpoint>,
+    pub(crate) endpoints: Vec<Endpoint>,
 }
 
 /// What lbd reads of a Namespace.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Namespace {
+pub(crate) struct Namespace {
     /// UID.
-    pub(super) uid: String,
+    pub(crate) uid: String,
     /// Labels.
-    pub(super) labels: BTreeMap<String, String>,
+    pub(crate) labels: BTreeMap<String, String>,
 }
 
 fn object_name(metadata: &mut meta::ObjectMeta) -> Option<ObjectName> {
@@ -50,7 +50,7 @@ fn port(number: i32) -> u16 {
 }
 
 /// A Service. `annotations` are the keys to keep beside ours. `None` if it has no name.
-pub(super) fn service(mut object: v1::Service, annotations: &BTreeSet<String>) -> Option<(ObjectName, Service)> {
+pub(crate) fn service(mut object: v1::Service, annotations: &BTreeSet<String>) -> Option<(ObjectName, Service)> {
     let name = object_name(&mut object.metadata)?;
     let published = object.metadata.managed_fields.unwrap_or_default().iter().any(|entry| {
         entry.manager.as_deref() == Some(MANAGER)
@@ -126,7 +126,7 @@ pub(super) fn service(mut object: v1::Service, annotations: &BTreeSet<String>) -
 }
 
 /// A Node. `None` if it has no name.
-pub(super) fn node(object: v1::Node) -> Option<(String, Node)> {
+pub(crate) fn node(object: v1::Node) -> Option<(String, Node)> {
     let name = object.metadata.name.filter(|name| !name.is_empty())?;
     let labelled = object.metadata.labels.as_ref().and_then(|labels| labels.get(EXCLUDE_LABEL));
     // The values that Go's `strconv.ParseBool` reads as false, as the service controller of Kubernetes does.
@@ -152,14 +152,14 @@ pub(super) fn node(object: v1::Node) -> Option<(String, Node)> {
 }
 
 /// A Namespace. `None` if it has no name.
-pub(super) fn namespace(object: v1::Namespace) -> Option<(String, Namespace)> {
+pub(crate) fn namespace(object: v1::Namespace) -> Option<(String, Namespace)> {
     let name = object.metadata.name.filter(|name| !name.is_empty())?;
     let uid = object.metadata.uid.unwrap_or_default();
     Some((name, Namespace { uid, labels: object.metadata.labels.unwrap_or_default() }))
 }
 
 /// An EndpointSlice. `None` if it has no name; the Service of one that belongs to none has no name.
-pub(super) fn slice(mut object: EndpointSlice) -> Option<(ObjectName, Slice)> {
+pub(crate) fn slice(mut object: EndpointSlice) -> Option<(ObjectName, Slice)> {
     let name = object_name(&mut object.metadata)?;
     let service = object.metadata.labels.and_then(|mut labels| labels.remove(SERVICE_NAME_LABEL)).unwrap_or_default();
     let service = ObjectName { namespace: name.namespace.clone(), name: service };

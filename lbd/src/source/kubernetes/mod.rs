@@ -3,7 +3,7 @@
 mod access;
 mod assemble;
 mod check;
-mod convert;
+pub(crate) mod convert;
 mod follow;
 
 use std::collections::{BTreeMap, BTreeSet};
