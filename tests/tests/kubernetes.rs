@@ -35,7 +35,8 @@ struct Seen {
 
 impl Seen {
     async fn start_with(cluster: &Cluster, options: Options) -> Result<Self> {
-        let settings = config::Kubernetes { kubeconfig: cluster.kubeconfig().into(), allow_insecure: false };
+        let settings =
+            config::Kubernetes { kubeconfig: cluster.kubeconfig().into(), allow_insecure: false, max_blind: None };
         let (source, snapshots) = KubernetesSource::start(&settings, options).await?;
         Ok(Self { source, snapshots })
     }
@@ -402,7 +403,8 @@ async fn b42_without_the_right_to_see_slices_everything_else_works() -> Result<(
 #[tokio::test(flavor = "multi_thread")]
 async fn b42_missing_rights_are_named_by_a_check() -> Result<()> {
     let cluster = Cluster::test(apiserver::Options::default()).await?;
-    let settings = config::Kubernetes { kubeconfig: cluster.kubeconfig().into(), allow_insecure: false };
+    let settings =
+        config::Kubernetes { kubeconfig: cluster.kubeconfig().into(), allow_insecure: false, max_blind: None };
     assert_eq!(check(&settings).await?, []);
     let server = cluster.server()?;
     server.deny("watch nodes", true);

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use jiff::Timestamp;
 
@@ -12,10 +13,14 @@ use crate::api::types::{ApplyStatus, ConfigStatus};
 use crate::config::{Config, SegmentName};
 use crate::dataplane::{Applied, Attached, Dataplane, DataplaneError, Pins};
 use crate::flows::{Directory, Filter, Flow, Live, Matcher};
+use crate::ipam::record::Found;
 use crate::ipam::{Assignments, Ipam, Record};
 use crate::plan::Planner;
-use crate::plan::model::{Health, HostFacts, Notice, Pinned, Plan};
-use crate::source::Inventory;
+use crate::plan::model::{FrontendBackend, Health, HostFacts, Notice, Pinned, Plan};
+use crate::source::{Inventory, ObjectName};
+
+/// By how much a new agent's record outranks the last one's: more than that one can have changed unseen.
+const TENURE: u64 = 1 << 20;
 
 /// What the main loop needs of the data plane; a test may put something else in its place.
 pub(crate) trait Maps {
@@ -61,6 +66,19 @@ impl Maps for Dataplane {
     }
 }
 
+/// What this agent does for its hub.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Role {
+    /// It gives out addresses and announces them.
+    #[default]
+    Acting,
+    /// Another does.
+    Standby {
+        /// Who, if known.
+        holder: String,
+    },
+}
+
 /// Everything that a plan is made of and that comes from outside.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Inputs {
@@ -76,6 +94,16 @@ pub(crate) struct Inputs {
     pub host_notices: Vec<Notice>,
     /// Notices of the source.
     pub source_notices: Vec<Notice>,
+    /// Whether to act.
+    pub role: Role,
+    /// The record of addresses that the cluster kept, as it was first read.
+    pub record_found: Option<Arc<Found>>,
+    /// The cluster's record has this generation, which is not of ours.
+    pub record_above: Option<u64>,
+    /// Another agent acted before.
+    pub succeeded: bool,
+    /// The cluster has been silent for longer than this, and must not be for its last state to be acted on.
+    pub blind: Option<Duration>,
 }
 
 /// What the addresses of Services were decided from.
@@ -84,17 +112,22 @@ struct Assigned {
     inventory: Arc<Inventory>,
     host: HostFacts,
     taken: BTreeSet<(SegmentName, IpAddr)>,
+    role: Role,
+    /// Of the record.
+    generation: u64,
     /// Minute: reservations run out.
     minute: i64,
 }
 
 impl Assigned {
-    fn from(config: &Arc<Config>, inputs: &Inputs, now: Timestamp) -> Self {
+    fn from(config: &Arc<Config>, inputs: &Inputs, generation: u64, now: Timestamp) -> Self {
         Self {
             config: Arc::clone(config),
             inventory: Arc::clone(&inputs.inventory),
             host: inputs.host.clone(),
             taken: inputs.taken.clone(),
+            role: inputs.role.clone(),
+            generation,
             minute: now.as_second() / 60,
         }
     }
@@ -104,6 +137,8 @@ impl Assigned {
             && Arc::ptr_eq(&self.inventory, &other.inventory)
             && self.host == other.host
             && self.taken == other.taken
+            && self.role == other.role
+            && self.generation == other.generation
             && self.minute == other.minute
     }
 }
@@ -144,6 +179,8 @@ pub(crate) struct Core<M> {
     /// Revision of the ids on disk.
     saved_ids: Option<u64>,
     saved_generation: Option<u64>,
+    /// What has been made of the cluster's record.
+    found: Option<Arc<Found>>,
 }
 
 impl<M: Maps> Core<M> {
@@ -170,7 +207,94 @@ impl<M: Maps> Core<M> {
             assigned: None,
             saved_ids: None,
             saved_generation: None,
+            found: None,
         }
+    }
+
+    /// The record is on disk as it is.
+    pub(crate) fn saved(&self) -> bool {
+        self.saved_generation == Some(self.ipam.record().generation)
+    }
+
+    /// Takes in the record that the cluster kept.
+    fn take_record(&mut self, inputs: &Inputs, now: Timestamp) {
+        match (&inputs.record_found, &self.found) {
+            (Some(new), Some(old)) if Arc::ptr_eq(new, old) => {}
+            (Some(found), _) => {
+                let before = self.ipam.record().generation;
+                let mut record = found.record.clone();
+                let left_out = record.keep_plausible(&self.config);
+                if left_out > 0 {
+                    let text = format!(
+                        "the record of addresses in the cluster holds {left_out} addresses that no pool of their tenant has: they are \
+                         left out"
+                    );
+                    self.tell(true, "RecordImplausible", &text, now);
+                }
+                let generation = record.generation;
+                if let Some(problem) = &found.problem {
+                    let text = format!(
+                        "the record of addresses in the cluster is damaged ({problem}): it is replaced by the one on disk, and by \
+                         what of it can be read"
+                    );
+                    self.tell(true, "RecordDamaged", &text, now);
+                    // Of what is damaged, nothing counts before what is not.
+                    record.generation = 0;
+                }
+                if self.ipam.restore(record) {
+                    let text = format!(
+                        "addresses taken from the record in the cluster: generation {before}, now {}",
+                        self.ipam.record().generation
+                    );
+                    self.tell(false, "RecordRestored", &text, now);
+                }
+                if found.problem.is_some() || left_out > 0 {
+                    self.ipam.outrank(generation);
+                } else if inputs.succeeded {
+                    // Whatever the other still believes to have given out must not count any more.
+                    self.ipam.outrank(generation + TENURE);
+                }
+                self.found = Some(Arc::clone(found));
+            }
+            (None, Some(_)) => self.found = None,
+            (None, None) => {}
+        }
+        if let Some(above) = inputs.record_above
+            && self.found.is_some()
+            && above >= self.ipam.record().generation
+        {
+            let text = "another program has written the record of addresses in the cluster: it is replaced by ours";
+            self.tell(true, "RecordContended", text, now);
+            self.ipam.outrank(above);
+        }
+    }
+
+    /// Takes over a Service that shows an address which is not ours. Returns its UID.
+    pub(crate) fn adopt(&mut self, name: &ObjectName, inputs: &Inputs, now: Timestamp) -> Result<String, String> {
+        if inputs.role != Role::Acting {
+            return Err("another agent serves this hub: ask that one, see `lbctl status`".to_owned());
+        }
+        let Some(service) = inputs.inventory.services.get(name) else {
+            return Err(format!("there is no Service {name}"));
+        };
+        let foreign = self
+            .assignments
+            .notices
+            .iter()
+            .any(|notice| notice.reason == "ForeignAddress" && notice.service.as_ref() == Some(name));
+        if !foreign {
+            return Err(match self.assignments.services.get(name).map(|known| (known.claimed, &known.addresses)) {
+                Some((true, addresses)) if !addresses.is_empty() => {
+                    format!("the Service {name} is ours already, with {}", addresses[0])
+                }
+                Some(_) => format!("the Service {name} shows no foreign address: see `lbctl events`"),
+                None => format!("no tenant claims the Service {name}: change a `claim` in the configuration"),
+            });
+        }
+        let uid = service.uid.clone();
+        self.ipam.adopt(name.clone(), uid.clone());
+        self.tell(false, "Adopted", &format!("the Service {name} is taken over"), now);
+        Ok(uid)
     }
 
     /// Whether the inventory may be acted upon: without its first complete list the file alone decides nothing.
@@ -184,23 +308,40 @@ impl<M: Maps> Core<M> {
             self.tell_notices(inputs, now);
             return true;
         }
-        let assigned = Assigned::from(&self.config, inputs, now);
+        let standby = inputs.role != Role::Acting;
+        if standby && !self.ever {
+            // Nothing of ours is in the maps; what an earlier life has left there goes on.
+            self.tell_notices(inputs, now);
+            return true;
+        }
+        self.take_record(inputs, now);
+        let assigned = Assigned::from(&self.config, inputs, self.ipam.record().generation, now);
         // Nothing of it has changed when only a probe has: a node that dies must be out of the maps at once.
         if !self.assigned.as_ref().is_some_and(|before| before.is_same(&assigned)) {
-            self.assignments = Arc::new(self.ipam.assign(
-                &self.config,
-                &inputs.inventory,
-                &inputs.host,
-                &inputs.taken,
-                now.as_second(),
-            ));
-            self.assigned = Some(assigned);
+            self.assignments = Arc::new(if standby {
+                self.frozen(inputs, now)
+            } else {
+                self.ipam.assign(&self.config, &inputs.inventory, &inputs.host, &inputs.taken, now.as_second())
+            });
+            self.assigned = Some(Assigned { generation: self.ipam.record().generation, ..assigned });
         }
-        let plan = self.planner.plan(&self.config, &inputs.inventory, &self.assignments, &inputs.health, &inputs.host);
+        let mut plan =
+            self.planner.plan(&self.config, &inputs.inventory, &self.assignments, &inputs.health, &inputs.host);
+        plan.quiet = standby;
+        if let Some(most) = inputs.blind {
+            refuse_new(&mut plan, most);
+        }
         self.keep_records(now);
         let done = if self.in_maps && *self.plan == plan { true } else { self.apply(plan, now) };
         self.tell_notices(inputs, now);
         done
+    }
+
+    /// What Services have, while another agent gives out addresses: nothing new, and nothing is freed.
+    fn frozen(&self, inputs: &Inputs, now: Timestamp) -> Assignments {
+        let inventory = Inventory { complete: false, ..(*inputs.inventory).clone() };
+        let mut ipam = Ipam::new(self.ipam.record().clone());
+        ipam.assign(&self.config, &inventory, &inputs.host, &inputs.taken, now.as_second())
     }
 
     /// Puts a plan into the maps.
@@ -308,7 +449,7 @@ impl<M: Maps> Core<M> {
     }
 
     /// Notices by Service: what Events and conditions are made of.
-    pub(crate) fn notices_by_service(&self) -> BTreeMap<&crate::source::ObjectName, &Notice> {
+    pub(crate) fn notices_by_service(&self) -> BTreeMap<&ObjectName, &Notice> {
         let mut all: BTreeMap<_, &Notice> = BTreeMap::new();
         for notice in self.events.lasting() {
             if let Some(service) = &notice.service {
@@ -320,6 +461,26 @@ impl<M: Maps> Core<M> {
         }
         all
     }
+}
+
+/// Nobody knows any more whose the NodePorts are: flows go on, new ones are refused.
+fn refuse_new(plan: &mut Plan, most: Duration) {
+    for frontend in plan.frontends.values_mut().filter(|frontend| frontend.service.is_some()) {
+        frontend.table = None;
+        if frontend.backends.iter().any(|backend| backend.serving) {
+            let backends = frontend.backends.iter().cloned();
+            frontend.backends = backends.map(|backend| FrontendBackend { serving: false, ..backend }).collect();
+        }
+    }
+    plan.notices.push(Notice {
+        reason: "Blind",
+        service: None,
+        tenant: None,
+        message: format!(
+            "the cluster has been silent for more than max_blind ({} s): new connections to its Services are refused until it answers",
+            most.as_secs()
+        ),
+    });
 }
 
 /// Whether a notice says that something of a Service is not in the datapath.
@@ -475,7 +636,7 @@ mod tests {
         let mut bench = Bench::new();
         let mut config = (*bench.core.config).clone();
         config.hub.kubernetes =
-            Some(crate::config::Kubernetes { kubeconfig: "/nowhere".into(), allow_insecure: false });
+            Some(crate::config::Kubernetes { kubeconfig: "/nowhere".into(), allow_insecure: false, max_blind: None });
         bench.core.config = Arc::new(config);
         assert!(bench.round());
         assert!(bench.maps.0.borrow().plans.is_empty());

@@ -1,85 +1,294 @@
-//! The hub's cluster, if there is one: what comes from it and what is written back.
+//! The hub's cluster, if there is one: what comes from it, what is written back, and whether this agent may act on it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
-use super::core::{Core, Inputs, Maps, leaves_out};
-use crate::api::types::SourceStatus;
+use super::core::{Core, Inputs, Maps, Role, leaves_out};
+use super::state::{CLUSTER, STANDING, StateDirectory, StateError};
+use crate::api::types::{ClusterStatus, LeaseStatus, SourceStatus, lease_state};
 use crate::config::Config;
+use crate::ipam::Assignments;
 use crate::plan::model::Notice;
 use crate::source::events::EventWriter;
-use crate::source::kubernetes::{KubernetesSource, Options, Snapshot, SourceError};
+use crate::source::kubernetes::{
+    Kept, KubernetesSource, LeaseKeeper, LeaseTiming, Options, RecordKeeper, Snapshot, Standing, Timing,
+};
 use crate::source::status::{DesiredStatus, StatusWriter};
 use crate::source::{Condition, Inventory, ObjectName};
+
+/// How long the record in the cluster is waited for while everything else can be read.
+const RECORD_PATIENCE: Duration = Duration::from_secs(20);
 
 /// Source and writers of a cluster; all absent when the configuration file is all there is.
 pub(super) struct Hub {
     name: String,
     file: String,
+    state: Arc<StateDirectory>,
     /// What the cluster holds.
     pub(super) snapshots: Option<watch::Receiver<Snapshot>>,
     /// What can't be written to it.
     pub(super) notices: Option<watch::Receiver<Vec<Notice>>>,
+    /// Whether another agent serves.
+    pub(super) standing: Option<watch::Receiver<Standing>>,
+    /// The record in the cluster.
+    pub(super) kept: Option<watch::Receiver<Kept>>,
     parts: Option<Parts>,
+    /// What the source was told of whose Services are ours.
+    ours: Option<Arc<Assignments>>,
     /// When the restored inventory was current.
     restored: Option<i64>,
-    nothing: Arc<Inventory>,
+    /// What may be acted on: the last of a cluster that was the right one.
+    current: Arc<Inventory>,
+    role: Role,
+    /// What comes from the cluster now is acted on.
+    passed: bool,
+    /// Since when nothing but the record is missing.
+    waiting: Option<Instant>,
+    /// What is on disk of `role`.
+    saved_held: Option<bool>,
+    /// How long the last state may be acted on without news of the cluster; `None` = for ever.
+    max_blind: Option<Duration>,
+    /// UID of the cluster that `current` comes from.
+    cluster: Option<String>,
+    /// UID of the cluster that is there instead.
+    stranger: Option<String>,
+    /// Statuses that wait until the record with their addresses is kept: the next, and the newest.
+    queued: Vec<(u64, BTreeMap<ObjectName, DesiredStatus>)>,
 }
 
 struct Parts {
     source: KubernetesSource,
     status: StatusWriter,
     events: EventWriter,
+    lease: LeaseKeeper,
+    record: RecordKeeper,
 }
+
+/// Whether this agent gave out addresses, as it knew last.
+#[derive(Serialize, Deserialize)]
+struct SavedStanding {
+    held: bool,
+}
+
+/// The cluster that everything else in the state directory comes from.
+#[derive(Serialize, Deserialize)]
+struct SavedCluster {
+    uid: String,
+}
+
+/// Pauses and limits towards a cluster.
+#[derive(Clone, Debug, Default)]
+pub struct Patience {
+    /// Of the source.
+    pub source: Timing,
+    /// Of the Lease.
+    pub lease: LeaseTiming,
+}
+
+/// Why an order was not carried out.
+pub(super) type Refused = String;
 
 impl Hub {
     /// Starts to follow the cluster, from the inventory of an earlier life. Fails for what is wrong with the kubeconfig only.
-    pub(super) async fn start(config: &Config, restored: Option<(i64, &Inventory)>) -> Result<Self, SourceError> {
+    pub(super) async fn start(
+        config: &Config,
+        state: &Arc<StateDirectory>,
+        restored: Option<(i64, &Inventory)>,
+        patience: Patience,
+    ) -> Result<Self, super::AgentError> {
         let mut hub = Self {
             name: config.hub.name.clone(),
             file: config.origin.file.clone(),
+            state: Arc::clone(state),
             snapshots: None,
             notices: None,
+            standing: None,
+            kept: None,
             parts: None,
+            ours: None,
             restored: restored.map(|(synced, _)| synced),
-            nothing: Arc::new(Inventory { complete: true, ..Inventory::default() }),
+            current: Arc::new(Inventory { complete: true, ..Inventory::default() }),
+            role: Role::Acting,
+            passed: true,
+            waiting: None,
+            saved_held: None,
+            max_blind: config.hub.kubernetes.as_ref().and_then(|settings| settings.max_blind),
+            cluster: None,
+            stranger: None,
+            queued: Vec::new(),
         };
-        if let Some(settings) = &config.hub.kubernetes {
-            let options = Options {
-                restored: restored.map(|(_, inventory)| inventory.clone()),
-                annotations: annotations(config),
-                ..Options::default()
-            };
-            let (source, snapshots) = KubernetesSource::start(settings, options).await?;
-            let status = StatusWriter::start(source.access(), snapshots.clone());
-            let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-            let events = EventWriter::start(source.access(), snapshots.clone(), host.trim());
-            hub.notices = Some(status.notices());
-            hub.snapshots = Some(snapshots);
-            hub.parts = Some(Parts { source, status, events });
+        let Some(settings) = &config.hub.kubernetes else { return Ok(hub) };
+        let identity = state.identity().map_err(super::AgentError::State)?;
+        hub.current = Arc::new(restored.map(|(_, inventory)| inventory.clone()).unwrap_or_default());
+        hub.passed = false;
+        hub.cluster = state
+            .load::<SavedCluster>(CLUSTER)
+            .map(|saved| saved.uid)
+            .or_else(|| restored.and_then(|(_, inventory)| inventory.cluster.clone()));
+        // What was served before, by an agent that knew of no Lease too, is served until another is known to do it.
+        hub.saved_held = state.load::<SavedStanding>(STANDING).map(|saved| saved.held);
+        if hub.saved_held == Some(false) {
+            hub.role = Role::Standby { holder: String::new() };
         }
+        let options = Options {
+            restored: restored.map(|(_, inventory)| inventory.clone()),
+            annotations: annotations(config),
+            timing: patience.source,
+        };
+        let (source, snapshots) = KubernetesSource::start(settings, options).await?;
+        let status = StatusWriter::start(source.access(), snapshots.clone());
+        let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+        let host = host.trim();
+        let events = EventWriter::start(source.access(), snapshots.clone(), host);
+        let lease =
+            LeaseKeeper::start(source.access(), &config.hub.name, &format!("{host}_{identity}"), patience.lease);
+        let record = RecordKeeper::start(source.access(), &config.hub.name);
+        hub.notices = Some(status.notices());
+        hub.standing = Some(lease.standing());
+        hub.kept = Some(record.kept());
+        hub.snapshots = Some(snapshots);
+        hub.parts = Some(Parts { source, status, events, lease, record });
         Ok(hub)
     }
 
-    /// What is known of the cluster now.
-    pub(super) fn inventory(&mut self) -> Arc<Inventory> {
-        match &mut self.snapshots {
-            Some(snapshots) => Arc::clone(&snapshots.borrow_and_update().inventory),
-            None => Arc::clone(&self.nothing),
+    /// For how long nothing has been heard of the cluster.
+    fn blind_for(&self) -> Option<Duration> {
+        let snapshot = self.snapshots.as_ref()?.borrow();
+        match (snapshot.live, snapshot.connected) {
+            (true, true) => None,
+            (true, false) => snapshot.last_sync.map(|then| then.elapsed()),
+            (false, _) => {
+                let age = Timestamp::now().as_second().saturating_sub(self.restored?);
+                Some(Duration::from_secs(u64::try_from(age).unwrap_or_default()))
+            }
         }
+    }
+
+    /// What is known of the cluster now, as far as it may be acted on. Returns whether there is news.
+    pub(super) fn take(&mut self, inputs: &mut Inputs) -> bool {
+        if let (Some(snapshots), Some(standing), Some(kept)) = (&mut self.snapshots, &mut self.standing, &mut self.kept)
+        {
+            let snapshot = snapshots.borrow_and_update().clone();
+            let (standing, kept) = (standing.borrow_and_update().clone(), kept.borrow_and_update().clone());
+            self.survey(&snapshot, &standing, &kept);
+            inputs.record_found = kept.found.filter(|_| standing.acts());
+            inputs.record_above = kept.above;
+            inputs.succeeded = standing == Standing::Holder { taken: true };
+        }
+        let mut news = !Arc::ptr_eq(&self.current, &inputs.inventory) || self.role != inputs.role;
+        inputs.inventory = Arc::clone(&self.current);
+        inputs.role = self.role.clone();
+        let blind = self.max_blind.filter(|most| self.blind_for().is_some_and(|age| age > *most));
+        news |= super::renew(&mut inputs.blind, &blind);
+        let notices = self.take_notices();
+        news |= super::renew(&mut inputs.source_notices, &notices);
+        news || inputs.record_above.is_some()
+    }
+
+    /// Decides whether what the cluster holds may be acted on, and by whom.
+    fn survey(&mut self, snapshot: &Snapshot, standing: &Standing, kept: &Kept) {
+        let Some(parts) = &self.parts else { return };
+        let uid = snapshot.inventory.cluster.as_ref();
+        let right = snapshot.live && (self.cluster.is_none() || uid == self.cluster.as_ref());
+        self.stranger = (snapshot.live && !right).then(|| uid.cloned().unwrap_or_default());
+        parts.lease.enable(right);
+        parts.record.enable(right && standing.acts());
+        if !right {
+            self.waiting = None;
+            return;
+        }
+        match standing {
+            Standing::Other { holder } => {
+                self.passed = false;
+                self.waiting = None;
+                self.role = Role::Standby { holder: holder.clone() };
+                self.current = Arc::clone(&snapshot.inventory);
+            }
+            Standing::Holder { .. } | Standing::Unguarded { .. } if !self.passed => {
+                let since = *self.waiting.get_or_insert_with(Instant::now);
+                let known = kept.found.is_some()
+                    || kept.failure.as_ref().is_some_and(|failure| failure.lasting)
+                    || since.elapsed() > RECORD_PATIENCE;
+                if known {
+                    self.passed = true;
+                    self.role = Role::Acting;
+                }
+            }
+            Standing::Unknown | Standing::Holder { .. } | Standing::Unguarded { .. } => {}
+        }
+        if self.passed {
+            self.current = Arc::clone(&snapshot.inventory);
+        }
+        self.remember(uid);
+    }
+
+    /// Keeps on disk what the next life must know first.
+    fn remember(&mut self, uid: Option<&String>) {
+        let failed = |error: StateError| tracing::warn!(%error, "state not saved");
+        if self.cluster.is_none()
+            && let Some(uid) = uid.filter(|_| self.passed)
+        {
+            self.cluster = Some(uid.clone());
+            self.state.save(CLUSTER, &SavedCluster { uid: uid.clone() }).unwrap_or_else(failed);
+        }
+        let held = self.role == Role::Acting;
+        let settled = self.passed || !held;
+        if settled && self.saved_held != Some(held) {
+            self.state.save(STANDING, &SavedStanding { held }).unwrap_or_else(failed);
+            self.saved_held = Some(held);
+        }
+    }
+
+    /// From now on the cluster that is there is the right one. Returns its UID.
+    pub(super) fn accept_cluster(&mut self) -> Result<String, Refused> {
+        let Some(parts) = &self.parts else {
+            return Err("no cluster is followed: the file is all there is".to_owned());
+        };
+        let Some(uid) = self.stranger.take() else {
+            let known = self.cluster.as_ref().map_or_else(String::new, |uid| format!(", {uid}"));
+            return Err(format!("there is nothing to accept: the cluster is the one known before{known}"));
+        };
+        if uid.is_empty() {
+            return Err("the cluster shows no namespace kube-system, so it cannot be told from another".to_owned());
+        }
+        self.state.save(CLUSTER, &SavedCluster { uid: uid.clone() }).map_err(|error| error.to_string())?;
+        self.cluster = Some(uid.clone());
+        self.passed = false;
+        parts.source.trust();
+        Ok(uid)
     }
 
     /// The inventory, if it comes from the cluster in this life.
     pub(super) fn live(&self) -> Option<Arc<Inventory>> {
         let snapshot = self.snapshots.as_ref()?.borrow();
-        snapshot.live.then(|| Arc::clone(&snapshot.inventory))
+        (snapshot.live && (self.passed || self.role != Role::Acting) && self.stranger.is_none())
+            .then(|| Arc::clone(&self.current))
     }
 
-    pub(super) fn take_notices(&mut self) -> Vec<Notice> {
-        self.notices.as_mut().map(|notices| notices.borrow_and_update().clone()).unwrap_or_default()
+    fn take_notices(&mut self) -> Vec<Notice> {
+        let mut notices = self.notices.as_mut().map(|notices| notices.borrow_and_update().clone()).unwrap_or_default();
+        let mut tell = |reason, message| notices.push(Notice { reason, service: None, tenant: None, message });
+        if let Some(held) = self.snapshots.as_ref().and_then(|snapshots| snapshots.borrow().held.clone()) {
+            tell("RemovalHeld", held);
+        }
+        if let Some(uid) = &self.stranger {
+            tell("ClusterChanged", stranger(self.cluster.as_deref().unwrap_or_default(), uid));
+        }
+        if let Some(Standing::Unguarded { why }) = self.standing.as_ref().map(|standing| standing.borrow().clone()) {
+            tell("LeaseUnavailable", why);
+        }
+        if let Role::Standby { holder } = &self.role {
+            tell("LeaseHeldByOther", standby(holder));
+        }
+        if let Some(failure) = self.kept.as_ref().and_then(|kept| kept.borrow().failure.clone()) {
+            tell(failure.reason, failure.text);
+        }
+        notices
     }
 
     /// Takes over what a reload may change.
@@ -89,11 +298,38 @@ impl Hub {
         }
     }
 
-    /// Writes what became of the Services.
-    pub(super) fn write<M: Maps>(&self, core: &Core<M>, inputs: &Inputs) {
-        if let Some(parts) = &self.parts {
-            parts.status.set(desired(core, &inputs.inventory));
-            parts.events.set(core.events.lasting().iter().cloned().collect());
+    /// Writes what became of the Services: not before the record of their addresses is kept.
+    pub(super) fn write<M: Maps>(&mut self, core: &Core<M>, inputs: &Inputs) {
+        let Some(parts) = &self.parts else { return };
+        if !self.ours.as_ref().is_some_and(|ours| Arc::ptr_eq(ours, &core.assignments)) {
+            let assignments = Arc::clone(&core.assignments);
+            self.ours = Some(Arc::clone(&assignments));
+            parts.source.set_ours(Arc::new(move |name| assignments.services.contains_key(name)));
+        }
+        if !self.passed || self.role != Role::Acting || self.stranger.is_some() {
+            parts.status.pause();
+            parts.events.set(Vec::new());
+            self.queued.clear();
+            return;
+        }
+        parts.record.set(&core.record);
+        parts.events.set(core.events.lasting().iter().cloned().collect());
+        let desired = desired(core, &inputs.inventory);
+        self.queued.truncate(1);
+        self.queued.push((core.record.generation, desired));
+        self.flush(core.saved());
+    }
+
+    /// Lets go what waits for the record. `saved`: it is on disk.
+    pub(super) fn flush(&mut self, saved: bool) {
+        let (Some(parts), Some(kept)) = (&self.parts, &self.kept) else { return };
+        let kept = kept.borrow();
+        // Without the cluster's, the record on disk must do.
+        let instead = saved && kept.failure.is_some();
+        while let Some((generation, _)) = self.queued.first()
+            && (instead || kept.stored >= *generation || *generation == 0)
+        {
+            parts.status.set(self.queued.remove(0).1);
         }
     }
 
@@ -125,12 +361,50 @@ impl Hub {
         }]
     }
 
+    /// Whether this agent acts, and who does instead; `None` without a cluster.
+    pub(super) fn lease(&self) -> Option<LeaseStatus> {
+        let standing = self.standing.as_ref()?.borrow();
+        let state = match (&*standing, &self.role) {
+            (Standing::Unguarded { .. }, _) => lease_state::UNGUARDED,
+            (_, Role::Standby { .. }) => lease_state::OTHER,
+            (Standing::Holder { .. }, Role::Acting) => lease_state::HELD,
+            (_, Role::Acting) => lease_state::UNKNOWN,
+        };
+        let holder = match &self.role {
+            Role::Standby { holder } if !holder.is_empty() => Some(holder.clone()),
+            Role::Standby { .. } | Role::Acting => None,
+        };
+        Some(LeaseStatus { state: state.to_owned(), holder })
+    }
+
+    /// Which cluster is served, and whether another is there.
+    pub(super) fn cluster(&self) -> Option<ClusterStatus> {
+        self.parts.as_ref()?;
+        Some(ClusterStatus { uid: self.cluster.clone().unwrap_or_default(), instead: self.stranger.clone() })
+    }
+
     /// Writes to the cluster and failures of it since the start.
     pub(super) fn counts(&self) -> (u64, u64) {
         let writes = self.parts.as_ref().map_or(0, |parts| parts.status.writes());
         let failures = self.snapshots.as_ref().map_or(0, |snapshots| snapshots.borrow().failures);
         (writes, failures)
     }
+}
+
+fn stranger(known: &str, uid: &str) -> String {
+    let now = if uid.is_empty() { "one without a namespace kube-system".to_owned() } else { format!("another, {uid}") };
+    format!(
+        "the cluster is {now}; the last state of {known} stays in force and nothing is written: correct the kubeconfig, or accept \
+         the cluster with `lbctl accept-cluster`"
+    )
+}
+
+fn standby(holder: &str) -> String {
+    let holder = if holder.is_empty() { "another agent" } else { holder };
+    format!(
+        "{holder} serves this hub (its Lease says so): this agent neither gives out addresses nor announces or writes any, and takes over \
+         when the Lease runs out; if there should be no other agent, stop it"
+    )
 }
 
 fn annotations(config: &Config) -> BTreeSet<String> {

@@ -15,11 +15,11 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 
 use self::core::{Core, Inputs};
-use self::hub::Hub;
+use self::hub::{Hub, Patience};
 use self::state::{HEALTH, INVENTORY, NAMES, StateDirectory, StateError};
 use self::view::{Holders, View};
-use crate::api::server::{Api, ReloadCall};
-use crate::api::types::{Names, ReloadRequest, SourceStatus};
+use crate::api::server::{Api, Call, Order};
+use crate::api::types::{AcceptClusterReply, AdoptReply, Names, ReloadRequest, SourceStatus};
 use crate::config::{Config, ConfigError, Severity};
 use crate::dataplane::{self, Dataplane, DataplaneError};
 use crate::health::{self, Prober, SavedTarget};
@@ -28,6 +28,8 @@ use crate::source::Inventory;
 use crate::source::kubernetes::SourceError;
 
 mod core;
+#[doc(hidden)]
+pub mod dry;
 mod events;
 mod hub;
 mod reload;
@@ -165,10 +167,11 @@ async fn serve(path: PathBuf, config: Config) -> Result<(), AgentError> {
     let saved: Option<SavedInventory<Inventory>> = config.hub.kubernetes.as_ref().and_then(|_| state.load(INVENTORY));
     let restored_health = health::restore(&state.load::<Vec<SavedTarget>>(HEALTH).unwrap_or_default());
     // A kubeconfig that is wrong is found before anything is attached.
-    let mut hub = Hub::start(&config, saved.as_ref().map(|saved| (saved.synced, &saved.inventory))).await?;
-    let (reload_calls, mut reloads) = mpsc::channel::<ReloadCall>(4);
+    let restored = saved.as_ref().map(|saved| (saved.synced, &saved.inventory));
+    let mut hub = Hub::start(&config, &state, restored, Patience::default()).await?;
+    let (order_calls, mut orders) = mpsc::channel::<Order>(4);
     let (publish, views) = watch::channel(Arc::new(View::default()));
-    let api = Api::bind(&config, views, reload_calls).await?;
+    let api = Api::bind(&config, views, order_calls).await?;
 
     let dataplane = tokio::task::block_in_place(|| Dataplane::start(&config, dataplane::OBJECT))?;
     let mut facts = dataplane.facts();
@@ -197,7 +200,7 @@ async fn serve(path: PathBuf, config: Config) -> Result<(), AgentError> {
     };
     agent.take_inputs(&mut hub, &mut health, &mut facts, &mut taken, &mut host_notices);
     agent.core.tell(false, "Started", concat!("lbd ", env!("CARGO_PKG_VERSION"), " started"), now);
-    agent.round(&hub);
+    agent.round(&mut hub);
     let serving = api.serve()?;
     tell_systemd(&[NotifyState::Ready]);
 
@@ -210,6 +213,8 @@ async fn serve(path: PathBuf, config: Config) -> Result<(), AgentError> {
         tokio::select! {
             () = changed_if(hub.snapshots.as_mut()) => {}
             () = changed_if(hub.notices.as_mut()) => {}
+            () = changed_if(hub.standing.as_mut()) => {}
+            () = changed_if(hub.kept.as_mut()) => hub.flush(agent.core.saved()),
             () = changed(&mut health) => {}
             () = changed(&mut facts) => {}
             () = changed(&mut taken) => {}
@@ -222,20 +227,22 @@ async fn serve(path: PathBuf, config: Config) -> Result<(), AgentError> {
                 }
                 agent.watch_sources(&hub);
                 agent.keep_files(&hub);
-                agent.publish(&hub);
-                continue;
+                // What only time changes: how long the cluster has been silent, and what is waited for.
+                if !hub.take(&mut agent.inputs) {
+                    agent.publish(&hub);
+                    continue;
+                }
+                due = true;
             }
-            Some(call) = reloads.recv() => {
-                let reply = agent.reload(&path, call.request, &hub);
-                // The asker may have gone away.
-                let _ = call.reply.send(reply);
+            Some(order) = orders.recv() => {
+                agent.obey(order, &path, &mut hub);
                 continue;
             }
             _ = hangup.recv() => {
                 let mut states = vec![NotifyState::Reloading];
                 states.extend(NotifyState::monotonic_usec_now().ok());
                 tell_systemd(&states);
-                agent.reload(&path, ReloadRequest::default(), &hub);
+                agent.reload(&path, ReloadRequest::default(), &mut hub);
                 tell_systemd(&[NotifyState::Ready]);
                 continue;
             }
@@ -244,7 +251,7 @@ async fn serve(path: PathBuf, config: Config) -> Result<(), AgentError> {
         }
         tokio::time::sleep(COALESCE).await;
         if agent.take_inputs(&mut hub, &mut health, &mut facts, &mut taken, &mut host_notices) || due {
-            agent.round(&hub);
+            agent.round(&mut hub);
         }
     }
     tracing::info!("stopping; the datapath goes on forwarding");
@@ -309,10 +316,7 @@ impl Agent {
         taken: &mut watch::Receiver<std::collections::BTreeSet<(crate::config::SegmentName, std::net::IpAddr)>>,
         host_notices: &mut watch::Receiver<Vec<crate::plan::model::Notice>>,
     ) -> bool {
-        let inventory = hub.inventory();
-        let mut news = !Arc::ptr_eq(&inventory, &self.inputs.inventory);
-        self.inputs.inventory = inventory;
-        news |= renew(&mut self.inputs.source_notices, &hub.take_notices());
+        let mut news = hub.take(&mut self.inputs);
         let known = health.borrow_and_update();
         if *known != *self.inputs.health {
             let known = Arc::new(known.clone());
@@ -327,13 +331,13 @@ impl Agent {
     }
 
     /// One round: addresses, plan, maps; then everybody is told.
-    fn round(&mut self, hub: &Hub) {
+    fn round(&mut self, hub: &mut Hub) {
         let done = tokio::task::block_in_place(|| self.core.reconcile(&self.inputs, Timestamp::now()));
         self.after_apply(done, hub);
         self.keep_files(hub);
     }
 
-    fn after_apply(&mut self, done: bool, hub: &Hub) {
+    fn after_apply(&mut self, done: bool, hub: &mut Hub) {
         if done {
             self.retry = None;
             self.pause = RETRY_FIRST;
@@ -348,7 +352,36 @@ impl Agent {
         self.publish(hub);
     }
 
-    fn reload(&mut self, path: &Path, request: ReloadRequest, hub: &Hub) -> crate::api::types::ReloadReply {
+    /// Carries out what somebody has asked for, and answers. The asker may have gone away.
+    fn obey(&mut self, order: Order, path: &Path, hub: &mut Hub) {
+        match order {
+            Order::Reload(Call { request, reply }) => {
+                let _ = reply.send(self.reload(path, request, hub));
+            }
+            Order::Adopt(Call { request, reply }) => {
+                let now = Timestamp::now();
+                let adopted = self.core.adopt(&request, &self.inputs, now).map(|uid| {
+                    self.round(hub);
+                    let found = self.core.assignments.services.get(&request);
+                    let addresses = found.map(|found| found.addresses.clone()).unwrap_or_default();
+                    AdoptReply { service: request.to_string(), uid, addresses }
+                });
+                let _ = reply.send(adopted);
+            }
+            Order::AcceptCluster(Call { request: (), reply }) => {
+                let accepted = hub.accept_cluster().map(|uid| {
+                    let now = Timestamp::now();
+                    self.core.tell(false, "ClusterAccepted", &format!("the cluster {uid} is the right one"), now);
+                    hub.take(&mut self.inputs);
+                    self.round(hub);
+                    AcceptClusterReply { uid }
+                });
+                let _ = reply.send(accepted);
+            }
+        }
+    }
+
+    fn reload(&mut self, path: &Path, request: ReloadRequest, hub: &mut Hub) -> crate::api::types::ReloadReply {
         let now = Timestamp::now();
         let reply = tokio::task::block_in_place(|| self.core.reload(path, request, &self.inputs, now));
         hub.configure(&self.core.config);
@@ -378,7 +411,7 @@ impl Agent {
 
     fn publish(&self, hub: &Hub) {
         let holders = self.holders.borrow().clone();
-        let view = View::new(&self.core, &self.inputs, holders, hub.status(), hub.counts(), self.started);
+        let view = View::new(&self.core, &self.inputs, holders, hub, self.started);
         self.publish.send_replace(Arc::new(view));
     }
 

@@ -6,8 +6,8 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use nix::fcntl::{Flock, FlockArg};
-use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 /// Ids of the plan.
@@ -20,7 +20,24 @@ pub const INVENTORY: &str = "inventory.json";
 pub const HEALTH: &str = "health.json";
 /// Names of ids, for `lbctl` while the agent is down.
 pub const NAMES: &str = "names.json";
+/// Who this state directory is.
+const IDENTITY: &str = "identity.json";
+/// Whether this agent gives out addresses, as it knew last.
+pub const STANDING: &str = "standing.json";
+/// The cluster that the rest comes from.
+pub const CLUSTER: &str = "cluster.json";
 const LOCK: &str = "lock";
+/// The kernel's source of identities, and the host's.
+const NEW_UUID: &str = "/proc/sys/kernel/random/uuid";
+const MACHINE_ID: &str = "/etc/machine-id";
+
+/// Who a state directory is.
+#[derive(Serialize, Deserialize)]
+struct Identity {
+    id: String,
+    /// The host that made it: a copy on another one is another.
+    machine: String,
+}
 
 /// Why the state directory can't be used.
 #[derive(Debug, Error)]
@@ -86,6 +103,20 @@ impl StateDirectory {
             .and_then(|()| writeln!(held, "{}", std::process::id()))
             .map_err(failed("cannot write", &lock))?;
         Ok(Self { path: path.to_owned(), _lock: held })
+    }
+
+    /// Who this directory is: made once, and anew on another host, so that a copy is not taken for the original.
+    pub fn identity(&self) -> Result<String, StateError> {
+        let machine = fs::read_to_string(MACHINE_ID).unwrap_or_default().trim().to_owned();
+        if let Some(known) = self.load::<Identity>(IDENTITY)
+            && known.machine == machine
+        {
+            return Ok(known.id);
+        }
+        let path = Path::new(NEW_UUID);
+        let id = fs::read_to_string(path).map_err(failed("cannot read", path))?.trim().to_owned();
+        self.save(IDENTITY, &Identity { id: id.clone(), machine })?;
+        Ok(id)
     }
 
     /// Reads a file. `None` if there is none; a damaged one is moved aside and named in the log.
@@ -162,6 +193,17 @@ mod tests {
         assert_eq!(state.load::<Vec<u32>>(IDS), Some(vec![4]));
         assert_eq!(fs::metadata(path.join(IDS)).unwrap().permissions().mode() & 0o777, 0o600);
         assert!(!path.join(".ids.json.new").exists());
+    }
+
+    #[test]
+    fn a_directory_is_itself_and_a_copy_on_another_host_is_not() {
+        let (one, two) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let (first, second) = (StateDirectory::open(one.path()).unwrap(), StateDirectory::open(two.path()).unwrap());
+        let id = first.identity().unwrap();
+        assert_eq!((first.identity().unwrap(), id.len()), (id.clone(), 36));
+        assert_ne!(second.identity().unwrap(), id);
+        second.save(IDENTITY, &Identity { id: id.clone(), machine: "another".to_owned() }).unwrap();
+        assert_ne!(second.identity().unwrap(), id);
     }
 
     #[test]

@@ -9,6 +9,7 @@ use jiff::Timestamp;
 
 use super::core::{Core, Counts, Inputs, Maps};
 use super::events::time;
+use super::hub::Hub;
 use crate::api::types::{
     Backend, Event, FrontendLabel, InterfaceStatus, Names, SegmentLabel, Service, SourceStatus, Status, TenantVips,
     Vip, service_state, vip_state,
@@ -20,8 +21,20 @@ use crate::plan::model::{FrontendAddress, FrontendBackend, FrontendPlan, Health,
 /// Seconds that a source may be away before it is a problem: watches are renewed now and then.
 const SOURCE_GRACE: u64 = 5;
 
-/// Notices of the plan that make the host degraded; others concern only the owner of a Service.
-const ALARMS: [&str; 1] = ["AllBackendsDown"];
+/// Notices that make the host degraded; others concern only the owner of a Service.
+const ALARMS: [&str; 11] = [
+    "AllBackendsDown",
+    "Blind",
+    "ClusterChanged",
+    "ForeignAddress",
+    "LeaseHeldByOther",
+    "LeaseUnavailable",
+    "RecordContended",
+    "RecordForbidden",
+    "RecordNotSaved",
+    "RecordTooLarge",
+    "RemovalHeld",
+];
 
 /// What the agent lets others see: made anew after every round, never changed.
 #[derive(Clone, Debug, Default)]
@@ -50,10 +63,11 @@ impl View {
         core: &Core<M>,
         inputs: &Inputs,
         holders: Holders,
-        sources: Vec<SourceStatus>,
-        (status_writes, source_failures): (u64, u64),
+        hub: &Hub,
         started: Timestamp,
     ) -> Self {
+        let sources = hub.status();
+        let (status_writes, source_failures) = hub.counts();
         let mut notices = BTreeMap::new();
         for notice in core.events.lasting() {
             *notices.entry(notice.reason).or_default() += 1;
@@ -68,6 +82,8 @@ impl View {
             config: core.config_status.clone(),
             interfaces,
             sources,
+            lease: hub.lease(),
+            cluster: hub.cluster(),
             tables: Vec::new(),
             tenants: Vec::new(),
             apply: core.apply_status.clone(),
@@ -157,7 +173,8 @@ fn problems<M: Maps>(
     for notice in inputs.host_notices.iter().filter(|notice| told.insert(*notice)) {
         problems.push(format!("{}: {}", notice.reason, notice.message));
     }
-    for notice in core.plan.notices.iter().filter(|notice| ALARMS.contains(&notice.reason)) {
+    let others = core.plan.notices.iter().chain(&core.assignments.notices).chain(&inputs.source_notices);
+    for notice in others.filter(|notice| ALARMS.contains(&notice.reason)) {
         problems.push(format!("{}: {}", notice.reason, notice.message));
     }
     problems
@@ -534,6 +551,7 @@ mod tests {
             record: Arc::new(Record {
                 generation: 1,
                 entries: vec![entry("one", 35, None), entry("gone", 36, Some(1000)), entry("late", 37, None)],
+                ..Record::default()
             }),
             host: bench.inputs.host.clone(),
             // A Service's, a free one's, one of no pool, and one of another segment.

@@ -12,7 +12,7 @@ use prometheus_client::registry::{Registry, Unit};
 use tokio::sync::watch;
 
 use crate::agent::view::{self, Tally, View};
-use crate::api::types::TenantFill;
+use crate::api::types::{TenantFill, lease_state};
 use crate::dataplane::Pins;
 use crate::flows::fill::FAMILIES;
 
@@ -136,6 +136,14 @@ fn agent(encoder: &mut DescriptorEncoder<'_>, view: &View) -> fmt::Result {
     gauge(encoder, "source_synced", "The source is connected and current", None, synced)?;
     let ages = status.sources.iter().filter_map(|source| Some((source_label(&source.name), source.age_s? as f64)));
     gauge(encoder, "source_age", "Time since the source was last known to be current", Some(&Unit::Seconds), ages)?;
+    if let Some(lease) = &status.lease {
+        let held = truth(lease.state == lease_state::HELD);
+        gauge(encoder, "lease_held", "This agent holds the Lease of its hub", None, one(held))?;
+        let acts = truth(lease.state != lease_state::OTHER);
+        gauge(encoder, "acting", "This agent gives out and announces addresses", None, one(acts))?;
+    }
+    let generation = view.addresses.record.generation as f64;
+    gauge(encoder, "record_generation", "Generation of the record of addresses", None, one(generation))?;
     counter(encoder, "source_failures", "Failed requests to the source", None, one(view.source_failures))?;
     counter(encoder, "status_writes", "Writes of Service statuses", None, one(view.status_writes))?;
     let attached = status.interfaces.iter().map(|interface| {

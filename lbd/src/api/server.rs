@@ -19,36 +19,55 @@ use tokio::task::{AbortHandle, JoinSet};
 
 use super::metrics::Metrics;
 use super::types::{
-    ApiError, Backend, Event, KillReply, KillRequest, Names, ReloadReply, ReloadRequest, Service, Status, TenantVips,
-    paths,
+    AcceptClusterReply, AdoptReply, AdoptRequest, ApiError, Backend, Event, KillReply, KillRequest, Names, ReloadReply,
+    ReloadRequest, Service, Status, TenantVips, paths,
 };
 use crate::agent::AgentError;
 use crate::agent::view::{self, View};
 use crate::config::Config;
 use crate::dataplane::Pins;
 use crate::flows::{Directory, Filter};
+use crate::source::ObjectName;
 
 /// Group that may use the socket, if it exists.
 const GROUP: &str = "lbd";
 /// How long the main loop may be silent before the agent counts as stuck.
 const STUCK: i64 = 30;
 
-/// A reload that somebody has asked for.
-pub(crate) struct ReloadCall {
+/// Something that somebody has asked for.
+pub(crate) struct Call<Q, A> {
     /// What is asked.
-    pub request: ReloadRequest,
+    pub request: Q,
     /// Where the answer goes.
-    pub reply: oneshot::Sender<ReloadReply>,
+    pub reply: oneshot::Sender<A>,
+}
+
+/// What the main loop can be asked for.
+pub(crate) enum Order {
+    /// To reload its file.
+    Reload(Call<ReloadRequest, ReloadReply>),
+    /// To take a Service over.
+    Adopt(Call<ObjectName, Result<AdoptReply, String>>),
+    /// To accept the cluster that is there.
+    AcceptCluster(Call<(), Result<AcceptClusterReply, String>>),
 }
 
 #[derive(Clone)]
 struct Shared {
     views: watch::Receiver<Arc<View>>,
-    reloads: mpsc::Sender<ReloadCall>,
+    orders: mpsc::Sender<Order>,
     metrics: Arc<Metrics>,
 }
 
 impl Shared {
+    /// Has the main loop do something.
+    async fn ask<Q, A>(&self, order: impl FnOnce(Call<Q, A>) -> Order, request: Q) -> Result<A, Failure> {
+        let stopping = || Failure(StatusCode::SERVICE_UNAVAILABLE, "the agent is stopping".to_owned());
+        let (reply, answer) = oneshot::channel();
+        self.orders.send(order(Call { request, reply })).await.map_err(|_| stopping())?;
+        answer.await.map_err(|_| stopping())
+    }
+
     fn view(&self) -> Arc<View> {
         Arc::clone(&self.views.borrow())
     }
@@ -95,7 +114,7 @@ impl Api {
     pub(crate) async fn bind(
         config: &Config,
         views: watch::Receiver<Arc<View>>,
-        reloads: mpsc::Sender<ReloadCall>,
+        orders: mpsc::Sender<Order>,
     ) -> Result<Self, AgentError> {
         let failed = listen_failed(&config.socket);
         let mut starting = config.socket.clone().into_os_string();
@@ -108,7 +127,7 @@ impl Api {
             source,
             remedy: "correct `metrics` in the configuration, or stop who listens there",
         })?;
-        let shared = Shared { metrics: Arc::new(Metrics::new(views.clone())), views, reloads };
+        let shared = Shared { metrics: Arc::new(Metrics::new(views.clone())), views, orders };
         Ok(Self { socket, file, path: config.socket.clone(), metrics, shared })
     }
 
@@ -125,6 +144,8 @@ impl Api {
             .route(paths::NAMES, get(names))
             .route(paths::KILL, post(kill))
             .route(paths::RELOAD, post(reload))
+            .route(paths::ADOPT, post(adopt))
+            .route(paths::ACCEPT_CLUSTER, post(accept_cluster))
             .fallback(unknown)
             .with_state(self.shared.clone());
         let public = Router::new()
@@ -225,10 +246,18 @@ async fn reload(
     State(shared): State<Shared>,
     Json(request): Json<ReloadRequest>,
 ) -> Result<Json<ReloadReply>, Failure> {
-    let stopping = || Failure(StatusCode::SERVICE_UNAVAILABLE, "the agent is stopping".to_owned());
-    let (reply, answer) = oneshot::channel();
-    shared.reloads.send(ReloadCall { request, reply }).await.map_err(|_| stopping())?;
-    Ok(Json(answer.await.map_err(|_| stopping())?))
+    Ok(Json(shared.ask(Order::Reload, request).await?))
+}
+
+async fn adopt(State(shared): State<Shared>, Json(request): Json<AdoptRequest>) -> Result<Json<AdoptReply>, Failure> {
+    let service = ObjectName::try_from(request.service).map_err(|why| Failure(StatusCode::BAD_REQUEST, why))?;
+    let adopted = shared.ask(Order::Adopt, service).await?;
+    Ok(Json(adopted.map_err(|why| Failure(StatusCode::CONFLICT, why))?))
+}
+
+async fn accept_cluster(State(shared): State<Shared>) -> Result<Json<AcceptClusterReply>, Failure> {
+    let accepted = shared.ask(Order::AcceptCluster, ()).await?;
+    Ok(Json(accepted.map_err(|why| Failure(StatusCode::CONFLICT, why))?))
 }
 
 async fn kill(State(shared): State<Shared>, Json(request): Json<KillRequest>) -> Result<Json<KillReply>, Failure> {

@@ -25,6 +25,10 @@ pub mod paths {
     pub const KILL: &str = "/kill";
     /// `POST` [`super::ReloadRequest`]: [`super::ReloadReply`].
     pub const RELOAD: &str = "/reload";
+    /// `POST` [`super::AdoptRequest`]: [`super::AdoptReply`].
+    pub const ADOPT: &str = "/adopt";
+    /// `POST`: [`super::AcceptClusterReply`].
+    pub const ACCEPT_CLUSTER: &str = "/accept-cluster";
 }
 
 /// How the agent is.
@@ -45,6 +49,10 @@ pub struct Status {
     pub interfaces: Vec<InterfaceStatus>,
     /// Where desired state comes from.
     pub sources: Vec<SourceStatus>,
+    /// Whether this agent acts for its hub; absent without a cluster.
+    pub lease: Option<LeaseStatus>,
+    /// The cluster; absent without one.
+    pub cluster: Option<ClusterStatus>,
     /// Fill of the tables.
     pub tables: Vec<TableFill>,
     /// What tenants use of what they may.
@@ -97,6 +105,38 @@ pub struct SourceStatus {
     pub age_s: Option<u64>,
     /// Last error, while it lasts.
     pub error: Option<String>,
+}
+
+/// Whether this agent acts for its hub.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct LeaseStatus {
+    /// See [`lease_state`].
+    pub state: String,
+    /// The other agent.
+    pub holder: Option<String>,
+}
+
+/// Values of [`LeaseStatus::state`].
+pub mod lease_state {
+    /// This agent holds the Lease.
+    pub const HELD: &str = "held";
+    /// Another agent does, and this one only waits.
+    pub const OTHER: &str = "other";
+    /// The API has not answered yet; this agent goes on as before.
+    pub const UNKNOWN: &str = "unknown";
+    /// There can be no Lease; this agent acts.
+    pub const UNGUARDED: &str = "unguarded";
+}
+
+/// The hub's cluster.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ClusterStatus {
+    /// UID of its namespace `kube-system`; empty = not known yet.
+    pub uid: String,
+    /// The UID of another cluster that is there instead, until it is accepted.
+    pub instead: Option<String>,
 }
 
 /// Fill of a table.
@@ -441,6 +481,34 @@ pub mod reload_outcome {
     pub const LOSS: &str = "loss_not_accepted";
     /// The host or the datapath refused.
     pub const FAILED: &str = "failed";
+}
+
+/// Asks that a Service be taken over although it shows an address that is not ours.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct AdoptRequest {
+    /// `namespace/name`.
+    pub service: String,
+}
+
+/// What came of it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct AdoptReply {
+    /// `namespace/name`.
+    pub service: String,
+    /// Its UID.
+    pub uid: String,
+    /// The addresses that it has now; empty = none yet, `lbctl events` says why.
+    pub addresses: Vec<IpAddr>,
+}
+
+/// What came of accepting the cluster that is there.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct AcceptClusterReply {
+    /// UID of its namespace `kube-system`.
+    pub uid: String,
 }
 
 /// Body of an answer that is not a success.

@@ -15,6 +15,7 @@ use crate::api::types::ReloadRequest;
 use crate::flows::whois::Question;
 use crate::flows::{By, Endpoint, Filter, State};
 use crate::lbctl::{self, LbctlError, Output, Place};
+use crate::source::ObjectName;
 
 mod check;
 mod detach;
@@ -174,6 +175,14 @@ enum LbctlCommand {
     Kill(FilterArgs),
     /// What happened lately.
     Events,
+    /// Take over a Service that shows an address of another load balancer (Warning ForeignAddress): it gets one of ours.
+    Adopt {
+        /// The Service.
+        #[arg(value_name = "NAMESPACE/NAME", value_parser = service_name)]
+        service: String,
+    },
+    /// Accept that the API server is another cluster's than before (Warning ClusterChanged): its state is applied.
+    AcceptCluster,
     /// Have the agent reload its configuration file: all of it or nothing.
     Reload {
         /// Only say what would change.
@@ -270,6 +279,11 @@ enum ByArg {
     Packets,
     /// Age.
     Age,
+}
+
+/// `namespace/name`.
+fn service_name(text: &str) -> Result<String, String> {
+    ObjectName::try_from(text.to_owned()).map(|name| name.to_string())
 }
 
 /// `90s`, `15m`, `2h`, `1d`; a bare number is seconds.
@@ -438,6 +452,8 @@ fn run_lbctl(arguments: &Lbctl) -> u8 {
         LbctlCommand::Drops(drops) => drops.command(),
         LbctlCommand::Kill(filter) => lbctl::Command::Kill(filter.filter()),
         LbctlCommand::Events => lbctl::Command::Events,
+        LbctlCommand::Adopt { service } => lbctl::Command::Adopt(service.clone()),
+        LbctlCommand::AcceptCluster => lbctl::Command::AcceptCluster,
         LbctlCommand::Reload { dry_run, accept_loss } => {
             lbctl::Command::Reload(ReloadRequest { dry_run: *dry_run, accept_loss: *accept_loss })
         }
@@ -505,7 +521,7 @@ mod tests {
     #[test]
     fn what_is_not_built_is_refused_by_name_and_not_shown() {
         let help = Lbctl::command().render_long_help().to_string();
-        for name in ["explain", "capture", "drain", "undrain", "adopt", "verify", "bundle"] {
+        for name in ["explain", "capture", "drain", "undrain", "verify", "bundle"] {
             let error = lbctl(&[name]).unwrap_err();
             assert_eq!(error.exit_code(), 2);
             assert!(error.to_string().contains(name), "{error}");

@@ -216,6 +216,8 @@ pub struct Kubernetes {
     pub kubeconfig: PathBuf,
     /// Accept a server certificate that does not verify.
     pub allow_insecure: bool,
+    /// How long new connections are accepted while nothing is heard of the cluster; `None` = for ever.
+    pub max_blind: Option<Duration>,
 }
 
 /// A tenant.

@@ -151,11 +151,15 @@ fn snat(list: &Item<'_>) -> Result<Vec<IpAddr>> {
     Ok(addresses)
 }
 
+/// Bounds of `max_blind`: not so short that a server which restarts closes everything.
+const MAX_BLIND: RangeInclusive<Duration> = Duration::from_secs(10)..=Duration::from_hours(24 * 365);
+
 fn kubernetes(item: &Item<'_>) -> Result<Kubernetes> {
-    let kubernetes = item.object(&["kubeconfig", "allow_insecure"])?;
+    let kubernetes = item.object(&["kubeconfig", "allow_insecure", "max_blind"])?;
     Ok(Kubernetes {
         kubeconfig: kubernetes.required("kubeconfig", "the path of a kubeconfig file")?.path()?,
         allow_insecure: kubernetes.get("allow_insecure").map_or(Ok(false), |item| item.truth())?,
+        max_blind: kubernetes.get("max_blind").map(|item| item.duration(MAX_BLIND)).transpose()?,
     })
 }
 

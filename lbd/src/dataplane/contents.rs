@@ -310,8 +310,8 @@ pub(super) fn addresses(plan: &Plan, answer: impl Fn(SegmentId, IpAddr) -> bool)
     let mut wanted: BTreeMap<AddressKey, LocalAddress> = plan
         .addresses
         .iter()
-        .map(|(&(segment, address), plan)| {
-            (address_key(segment, address), local_address(plan, answer(segment, address)))
+        .map(|(&(segment, address), address_plan)| {
+            (address_key(segment, address), local_address(address_plan, !plan.quiet && answer(segment, address)))
         })
         .collect();
     for backend in plan.backends.values() {

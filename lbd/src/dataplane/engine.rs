@@ -844,7 +844,7 @@ impl Engine {
     pub(super) fn claim_addresses(&mut self, now: Instant) {
         let mut needed = BTreeSet::new();
         for (&(segment, address), plan) in &self.plan.addresses {
-            if contents::answered(plan) {
+            if !self.plan.quiet && contents::answered(plan) {
                 needed.extend(self.place(segment, address));
             }
         }

@@ -7,17 +7,17 @@
 
 mod address;
 mod claim;
+pub mod record;
 #[cfg(test)]
 mod tests;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
-use serde::{Deserialize, Serialize};
-
 use self::address::Addresses;
 use self::claim::{Wanted, requested, shared_key, wanted};
 pub(crate) use self::claim::{is_guest_made, mode, unserved};
+pub use self::record::{Entry, Record};
 use crate::config::{Config, Mode, SegmentName, Tenant};
 use crate::plan::model::{HostFacts, Notice};
 use crate::source::{Inventory, ObjectName, Service};
@@ -32,29 +32,6 @@ const SHARED_KEY_ANNOTATION: &str = "lbd.tenantedge.io/shared-key";
 pub const GUEST_LABEL: &str = "cluster.x-k8s.io/tenant-service-name";
 /// How long a freed address is kept for the Service that had it, in seconds.
 pub const RESERVED: i64 = 24 * 3600;
-
-/// Addresses given out, as kept on disk.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Record {
-    /// Grows with every change; of two records the one with the higher generation counts.
-    pub generation: u64,
-    /// Entries.
-    pub entries: Vec<Entry>,
-}
-
-/// An address given to a Service.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Entry {
-    /// Tenant.
-    pub tenant: String,
-    /// Service.
-    pub service: ObjectName,
-    /// Address.
-    pub address: IpAddr,
-    /// Since when no Service uses it, in seconds since the epoch.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub freed: Option<i64>,
-}
 
 /// What each Service has.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -97,6 +74,25 @@ impl Ipam {
         &self.record
     }
 
+    /// Takes in what another place has kept: where the two differ, the one with the higher generation counts; what only one of them
+    /// knows is kept. Returns whether anything of it was news.
+    pub fn restore(&mut self, other: Record) -> bool {
+        self.record.merge(other)
+    }
+
+    /// Gives the record a generation above `generation`, so that it counts.
+    pub fn outrank(&mut self, generation: u64) {
+        self.record.generation = self.record.generation.max(generation) + 1;
+    }
+
+    /// From now on the Service with this UID is ours, whatever address it shows.
+    pub fn adopt(&mut self, service: ObjectName, uid: String) {
+        if self.record.adopted.get(&service) != Some(&uid) {
+            self.record.adopted.insert(service, uid);
+            self.record.generation += 1;
+        }
+    }
+
     /// Decides about every Service. `taken` are addresses that another station answers for; `now` is in seconds since the epoch.
     ///
     /// While the inventory is not complete, nothing is given out or freed.
@@ -112,6 +108,7 @@ impl Ipam {
         let wanted = wanted(config, inventory, &mut notices);
         let mut run = Run {
             record: self.record.entries.iter().map(|entry| (entry.key(), entry.clone())).collect(),
+            adopted: self.record.adopted.clone(),
             addresses: Addresses::new(config, inventory, host, taken),
             inventory,
             config,
@@ -155,6 +152,8 @@ type Key = (String, ObjectName, bool);
 /// One pass of [`Ipam::assign`].
 struct Run<'a> {
     record: BTreeMap<Key, Entry>,
+    /// Services, by UID, whose foreign address is of no account.
+    adopted: BTreeMap<ObjectName, String>,
     addresses: Addresses<'a>,
     inventory: &'a Inventory,
     config: &'a Config,
@@ -171,6 +170,9 @@ impl<'a> Run<'a> {
     /// Marks what nothing wants any more, forgets what was freed long ago.
     fn free(&mut self, wanted: &BTreeMap<ObjectName, Wanted<'a>>) {
         let now = self.now;
+        self.adopted.retain(|name, uid| {
+            wanted.get(name).and_then(|wanted| wanted.service).is_some_and(|service| service.uid == *uid)
+        });
         self.record.retain(|(tenant, name, v6), entry| {
             let used = wanted.get(name).is_some_and(|wanted| {
                 wanted.tenant.name == *tenant && (wanted.service.is_none() || wanted.families().contains(v6))
@@ -251,8 +253,14 @@ impl<'a> Run<'a> {
     fn is_foreign(&self, name: &ObjectName, wanted: &Wanted<'a>, ours: Option<IpAddr>) -> bool {
         let Some(service) = wanted.service else { return false };
         !self.recorded(name, wanted)
+            && !self.is_adopted(name, service)
             && !service.ingress.is_empty()
             && !service.ingress.iter().any(|shown| ours.is_some() && shown.parse().ok() == ours)
+    }
+
+    /// Whether an operator has said that it is ours.
+    fn is_adopted(&self, name: &ObjectName, service: &Service) -> bool {
+        self.adopted.get(name).is_some_and(|uid| *uid == service.uid)
     }
 
     /// The address of a family that a Service has.
@@ -295,7 +303,7 @@ impl<'a> Run<'a> {
                     }
                 }
             }
-            let Some((shown, reason)) = foreign else { continue };
+            let Some((shown, reason)) = foreign.filter(|_| !self.is_adopted(name, service)) else { continue };
             let mut assignment = wanted.assignment();
             assignment.claimed = false;
             assignment.addresses = served.unwrap_or_default();
@@ -307,7 +315,7 @@ impl<'a> Run<'a> {
                 wanted,
                 format!(
                     "this Service already shows the address {shown}, which this load balancer did not give it ({reason}); \
-                     it is left alone: remove it from the status or let the load balancer adopt the Service"
+                     it is left alone: remove it from the status, or take it over with `lbctl adopt {name}`"
                 ),
             );
         }
@@ -555,9 +563,10 @@ impl<'a> Run<'a> {
                 self.notice(reason, name, wanted, message);
             }
         }
-        let entries: Vec<_> = self.record.into_values().collect();
-        if record.entries != entries {
-            *record = Record { generation: record.generation + 1, entries };
+        let mut entries: Vec<_> = self.record.into_values().collect();
+        record::bound(&mut entries);
+        if record.entries != entries || record.adopted != self.adopted {
+            *record = Record { generation: record.generation + 1, entries, adopted: self.adopted };
         }
         self.notices.sort();
         self.notices.dedup();

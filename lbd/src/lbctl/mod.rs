@@ -13,8 +13,8 @@ use thiserror::Error;
 use self::client::{Client, ClientError};
 use self::render::{Drop, StatusView};
 use crate::api::types::{
-    Backend, Event, InterfaceStatus, KillReply, KillRequest, Names, ReloadReply, ReloadRequest, Service, Status,
-    TableFill, TenantVips, paths, reload_outcome, service_state,
+    AcceptClusterReply, AdoptReply, AdoptRequest, Backend, Event, InterfaceStatus, KillReply, KillRequest, Names,
+    ReloadReply, ReloadRequest, Service, Status, TableFill, TenantVips, paths, reload_outcome, service_state,
 };
 use crate::dataplane::{DataplaneError, Pins, host_facts};
 use crate::flows::whois::Question;
@@ -98,6 +98,10 @@ pub enum Command {
     Events,
     /// Reload the configuration file.
     Reload(ReloadRequest),
+    /// Take a Service over, `namespace/name`.
+    Adopt(String),
+    /// Accept the cluster that is there.
+    AcceptCluster,
 }
 
 /// Why a command failed.
@@ -218,6 +222,14 @@ fn run_to(out: &mut dyn Write, place: &Place, command: &Command, output: Output)
         Command::Events => {
             let events: Vec<Event> = agent.get(paths::EVENTS)?;
             Ok(render::events(out, &events, output)?)
+        }
+        Command::Adopt(service) => {
+            let reply: AdoptReply = agent.post(paths::ADOPT, &AdoptRequest { service: service.clone() })?;
+            Ok(render::adopt(out, &reply, output)?)
+        }
+        Command::AcceptCluster => {
+            let reply: AcceptClusterReply = agent.post(paths::ACCEPT_CLUSTER, &())?;
+            Ok(render::accept_cluster(out, &reply, output)?)
         }
         Command::Reload(request) => {
             let reply: ReloadReply = agent.post(paths::RELOAD, request)?;

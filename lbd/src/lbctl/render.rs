@@ -7,7 +7,8 @@ use serde::Serialize;
 use super::Output;
 use super::table::{Age, Bytes, Column, Table};
 use crate::api::types::{
-    ApplyStatus, Backend, Event, KillReply, ReloadReply, Service, Status, TenantVips, reload_outcome,
+    AcceptClusterReply, AdoptReply, ApplyStatus, Backend, Event, KillReply, ReloadReply, Service, Status, TenantVips,
+    reload_outcome,
 };
 use crate::flows::follow::Change;
 use crate::flows::{Flow, FlowRecord, Listing, Namer, Position};
@@ -281,6 +282,18 @@ pub(crate) fn status(out: &mut dyn Write, view: &StatusView, output: Output) -> 
         writeln!(out)?;
         table.print(out)?;
     }
+    if let Some(lease) = &status.lease {
+        let holder = lease.holder.as_ref().map_or_else(String::new, |holder| format!(" ({holder})"));
+        writeln!(out)?;
+        writeln!(out, "{:<10} {}{holder}", "lease", lease.state)?;
+    }
+    if let Some(cluster) = &status.cluster {
+        let uid = if cluster.uid.is_empty() { "not known yet" } else { &cluster.uid };
+        writeln!(out, "{:<10} {uid}", "cluster")?;
+        if let Some(instead) = &cluster.instead {
+            writeln!(out, "{:<10} HELD: {instead} is there instead; `lbctl accept-cluster` accepts it", "")?;
+        }
+    }
     if !status.tenants.is_empty() {
         let mut table = Table::new(STATUS_TENANTS, output == Output::Wide);
         let limit = |limit: u64| (limit != 0).then_some(limit);
@@ -308,6 +321,27 @@ pub(crate) fn status(out: &mut dyn Write, view: &StatusView, output: Output) -> 
         table.print(out)?;
     }
     Ok(())
+}
+
+/// Prints what came of `lbctl adopt`.
+pub(crate) fn adopt(out: &mut dyn Write, reply: &AdoptReply, output: Output) -> io::Result<()> {
+    if output == Output::Json {
+        return json(out, reply);
+    }
+    let addresses: Vec<_> = reply.addresses.iter().map(ToString::to_string).collect();
+    if addresses.is_empty() {
+        writeln!(out, "{} is taken over; it has no address yet, see `lbctl events`", reply.service)
+    } else {
+        writeln!(out, "{} is taken over: {}", reply.service, addresses.join(", "))
+    }
+}
+
+/// Prints what came of `lbctl accept-cluster`.
+pub(crate) fn accept_cluster(out: &mut dyn Write, reply: &AcceptClusterReply, output: Output) -> io::Result<()> {
+    if output == Output::Json {
+        return json(out, reply);
+    }
+    writeln!(out, "the cluster {} is accepted", reply.uid)
 }
 
 /// Prints `lbctl services`.

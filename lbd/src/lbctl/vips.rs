@@ -118,8 +118,11 @@ mod tests {
             address: IpAddr::from([192, 0, 2, last]),
             freed,
         };
-        let record =
-            Record { generation: 1, entries: vec![entry(35, Some(100)), entry(36, None), entry(34, Some(100))] };
+        let record = Record {
+            generation: 1,
+            entries: vec![entry(35, Some(100)), entry(36, None), entry(34, Some(100))],
+            ..Record::default()
+        };
         let found = from_maps(&names, &addresses, &segments, &[frontend], &record, 100 + RESERVED - 7);
         let [tenant] = found.as_slice() else { panic!("{found:?}") };
         assert_eq!(

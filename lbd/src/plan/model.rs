@@ -93,6 +93,8 @@ pub struct Plan {
     pub resets: BTreeSet<Reset>,
     /// What an operator should know, for `lbctl events` and Warning Events.
     pub notices: Vec<Notice>,
+    /// Nothing is answered for or announced: another load balancer does that. What arrives all the same is forwarded.
+    pub quiet: bool,
 }
 
 /// What the maps of an earlier life say of ids: what is left when the file that keeps them is lost.

@@ -90,7 +90,11 @@ pub(crate) fn config() -> Config {
             snat: Vec::new(),
             snat_ports: (1024, 32767),
             node_cidrs: Vec::new(),
-            kubernetes: Some(Kubernetes { kubeconfig: PathBuf::from("hub.kubeconfig"), allow_insecure: false }),
+            kubernetes: Some(Kubernetes {
+                kubeconfig: PathBuf::from("hub.kubeconfig"),
+                allow_insecure: false,
+                max_blind: None,
+            }),
         },
         tenants: vec![tenant("tenant-a", "eth1")],
         timeouts: settings().timeouts,

@@ -68,7 +68,9 @@ pub struct DesiredStatus {
     pub programmed: Option<Condition>,
 }
 
-type Desired = Arc<BTreeMap<ObjectName, DesiredStatus>>;
+type Wishes = BTreeMap<ObjectName, DesiredStatus>;
+/// `None`: nothing is written.
+type Desired = Option<Arc<Wishes>>;
 
 /// Keeps the statuses of our Services as they shall be. Dropping it stops it; what is written stays.
 #[derive(Debug)]
@@ -113,10 +115,17 @@ impl StatusWriter {
     /// status though it is no longer of type `LoadBalancer` (or of another class), is cleared; any other is left alone.
     pub fn set(&self, desired: BTreeMap<ObjectName, DesiredStatus>) {
         self.desired.send_if_modified(|current| {
-            let changed = **current != desired;
-            *current = Arc::new(desired);
+            let changed = current.as_ref().is_none_or(|current| **current != desired);
+            if changed {
+                *current = Some(Arc::new(desired));
+            }
             changed
         });
+    }
+
+    /// Writes nothing until something is desired again.
+    pub fn pause(&self) {
+        self.desired.send_if_modified(|current| current.take().is_some());
     }
 
     /// Services whose status cannot be kept as desired, with the reason.
@@ -350,7 +359,8 @@ impl Worker {
         loop {
             let now = Instant::now();
             let snapshot = self.snapshots.borrow_and_update().clone();
-            let desired = Arc::clone(&self.desired.borrow_and_update());
+            let desired = self.desired.borrow_and_update().clone();
+            let desired = desired.as_deref().filter(|_| snapshot.live);
             if snapshot.connected && !connected {
                 // What failed while the server was away is worth another try at once.
                 for state in self.states.values_mut().filter(|state| state.notice.is_none()) {
@@ -363,23 +373,26 @@ impl Worker {
                 (dirty, next) = (true, None);
             }
             // What an earlier life saw says nothing about what may be written now.
-            if dirty && snapshot.live && scan_at <= now {
-                next = self.scan(&snapshot.inventory, &desired, now);
+            if let Some(desired) = desired
+                && dirty
+                && scan_at <= now
+            {
+                next = self.scan(&snapshot.inventory, desired, now);
                 dirty = false;
                 // With very many Services, what changes while they are looked through waits a little.
                 scan_at = now + now.elapsed() * 10;
             }
             let mut wake = next;
             let look = |wake: &mut Option<Instant>, at: Instant| *wake = Some(wake.map_or(at, |wake| wake.min(at)));
-            if snapshot.live
-                && let Some(at) = self.write(&snapshot.inventory, &desired, now, &mut next)
+            if let Some(desired) = desired
+                && let Some(at) = self.write(&snapshot.inventory, desired, now, &mut next)
             {
                 look(&mut wake, at);
             }
             if let Some(at) = next {
                 look(&mut wake, at);
             }
-            if dirty && snapshot.live {
+            if dirty && desired.is_some() {
                 look(&mut wake, scan_at);
             }
             self.tell();
@@ -400,7 +413,7 @@ impl Worker {
     }
 
     /// Queues every Service that has something to write. Returns when to look again, if nothing happens before.
-    fn scan(&mut self, inventory: &Inventory, desired: &Desired, now: Instant) -> Option<Instant> {
+    fn scan(&mut self, inventory: &Inventory, desired: &Wishes, now: Instant) -> Option<Instant> {
         self.states.retain(|name, state| {
             state.writing.is_some() || inventory.services.get(name).is_some_and(|service| service.uid == state.uid)
         });
@@ -422,7 +435,7 @@ impl Worker {
     fn write(
         &mut self,
         inventory: &Inventory,
-        desired: &Desired,
+        desired: &Wishes,
         now: Instant,
         next: &mut Option<Instant>,
     ) -> Option<Instant> {
@@ -464,7 +477,7 @@ impl Worker {
     }
 
     /// Decides about one Service.
-    fn step(&mut self, inventory: &Inventory, desired: &Desired, name: &ObjectName, now: Instant) -> Step {
+    fn step(&mut self, inventory: &Inventory, desired: &Wishes, name: &ObjectName, now: Instant) -> Step {
         let Some(service) = inventory.services.get(name).filter(|service| !service.uid.is_empty()) else {
             return Step::Nothing;
         };

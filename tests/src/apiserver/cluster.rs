@@ -45,6 +45,11 @@ impl Cluster {
 
     async fn real(path: &Path) -> Result<Self> {
         let client = Client::from_file(path)?;
+        // It may be there already; then this fails.
+        let own = json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "lbd-system"}});
+        if client.get("Namespace", "", "lbd-system").await.is_err() {
+            client.create(&own).await?;
+        }
         Self::with(None, client, path.to_owned(), tempfile::tempdir()?).await
     }
 

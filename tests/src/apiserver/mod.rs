@@ -181,6 +181,10 @@ impl Shared {
     }
 }
 
+/// All objects and versions of a server at a moment.
+#[derive(Clone, Debug)]
+pub struct Backup(Store);
+
 /// A running server. Dropping it stops it.
 #[derive(Debug)]
 pub struct Handle {
@@ -357,6 +361,18 @@ impl Handle {
         let mut store = self.shared.store();
         store.version += 1;
         store.compacted = store.version;
+    }
+
+    /// Everything that there is, as a backup has it.
+    pub fn backup(&self) -> Backup {
+        Backup(self.shared.store().clone())
+    }
+
+    /// Goes back to a backup, in versions too. Running watches end.
+    pub fn restore(&self, backup: &Backup) {
+        *self.shared.store() = backup.0.clone();
+        self.shared.versions.send_replace(backup.0.version);
+        self.end_watches();
     }
 
     /// Running watches say nothing any more, or go on.

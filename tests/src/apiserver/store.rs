@@ -85,7 +85,7 @@ type Key = (String, String);
 pub(super) type Result<T> = std::result::Result<T, ApiError>;
 
 /// A change, as a watch tells it.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Change {
     pub(super) version: u64,
     pub(super) kind: usize,
@@ -117,7 +117,7 @@ impl Target {
 }
 
 /// All state.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Store {
     pub(super) version: u64,
     pub(super) compacted: u64,
@@ -165,7 +165,7 @@ impl Store {
             node_port_range: (30000, 32767),
             cluster_ips: 0,
         };
-        for namespace in ["default", "kube-system"] {
+        for namespace in ["default", "kube-system", "lbd-system"] {
             let _ = store.ensure_namespace(namespace);
         }
         store

@@ -142,7 +142,11 @@ fn expected_design() -> Config {
             snat: vec![address("10.32.96.50")],
             snat_ports: (1024, 32_767),
             node_cidrs: vec!["10.32.96.0/20".parse().unwrap()],
-            kubernetes: Some(Kubernetes { kubeconfig: "/etc/lbd/hub.kubeconfig".into(), allow_insecure: false }),
+            kubernetes: Some(Kubernetes {
+                kubeconfig: "/etc/lbd/hub.kubeconfig".into(),
+                allow_insecure: false,
+                max_blind: None,
+            }),
         },
         tenants: vec![Tenant {
             name: "tenant-a".to_owned(),

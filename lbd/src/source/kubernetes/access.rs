@@ -258,7 +258,7 @@ mod tests {
     }
 
     fn open(file: &tempfile::NamedTempFile, allow_insecure: bool) -> Result<(), String> {
-        let settings = config::Kubernetes { kubeconfig: file.path().into(), allow_insecure };
+        let settings = config::Kubernetes { kubeconfig: file.path().into(), allow_insecure, max_blind: None };
         load(&settings).map(|_| ()).map_err(|error| error.to_string())
     }
 
@@ -313,7 +313,7 @@ mod tests {
     #[tokio::test]
     async fn a_changed_file_gives_a_new_client_and_a_bad_one_keeps_the_old() {
         let mut first = file("https://10.32.96.1:6443", "", TOKEN, 0o600);
-        let settings = config::Kubernetes { kubeconfig: first.path().into(), allow_insecure: false };
+        let settings = config::Kubernetes { kubeconfig: first.path().into(), allow_insecure: false, max_blind: None };
         let access = Access::open(&settings).unwrap();
         assert!(!access.reread().unwrap());
         first.write_all(b"    as: other\n").unwrap();

@@ -3,10 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use super::convert::Slice;
 use super::follow::{Item, Kind, Update};
-use crate::source::{Endpoint, Inventory, ObjectName, Service, ServiceKind};
+use crate::source::{Endpoint, Inventory, ObjectName, Objects, Service, ServiceKind};
 
 /// The namespace whose UID is the cluster's identity.
 const IDENTITY_NAMESPACE: &str = "kube-system";
@@ -18,9 +19,55 @@ pub(super) struct Assembler {
     listed: BTreeSet<Kind>,
     slices: BTreeMap<ObjectName, Slice>,
     slices_of: BTreeMap<ObjectName, BTreeSet<ObjectName>>,
+    /// What a list lacked that lacked too much to be believed at once, and since when.
+    suspects: BTreeMap<(Kind, ObjectName), Instant>,
+    /// For how long.
+    pub(super) hold: Duration,
 }
 
+/// As many may vanish from one list to the next, whatever share of all they are.
+const FEW: usize = 2;
+
 impl Assembler {
+    /// Starts from what an earlier life knew: the first lists are compared with that.
+    pub(super) fn new(restored: &Inventory, hold: Duration) -> Self {
+        let base = Inventory { complete: false, cluster: None, endpoints: Objects::default(), ..restored.clone() };
+        Self { inventory: Arc::new(base), hold, ..Self::default() }
+    }
+
+    /// What is held, in words.
+    pub(super) fn held(&self) -> Option<String> {
+        let kinds: Vec<_> = [Kind::Services, Kind::Nodes, Kind::Namespaces]
+            .into_iter()
+            .filter_map(|kind| {
+                let count = self.suspects.keys().filter(|(of, _)| *of == kind).count();
+                (count > 0).then(|| format!("{count} {}", kind.as_str()))
+            })
+            .collect();
+        (!kinds.is_empty()).then(|| {
+            format!(
+                "the cluster's list lacks {}, more than half of those in use: they stay as they are until another list, {} s later, lacks \
+                 them too",
+                kinds.join(" and "),
+                self.hold.as_secs()
+            )
+        })
+    }
+
+    /// When to list again because of what is held.
+    pub(super) fn due(&self) -> Option<Instant> {
+        self.suspects.values().min().map(|since| *since + self.hold)
+    }
+
+    /// Believes the lists at once. Returns whether that changes the inventory.
+    pub(super) fn trust(&mut self) -> bool {
+        let mut changed = false;
+        for ((kind, name), _) in std::mem::take(&mut self.suspects) {
+            changed |= self.gone(&nothing(kind, name));
+        }
+        changed
+    }
+
     /// Whether every kind has been listed.
     pub(super) fn complete(&self) -> bool {
         self.listed.len() == Kind::ALL.len()
@@ -32,10 +79,11 @@ impl Assembler {
     }
 
     /// Takes an update in. Returns whether the inventory changed.
-    pub(super) fn apply(&mut self, update: Update) -> bool {
+    /// `ours` says which Services are in use.
+    pub(super) fn apply(&mut self, update: Update, ours: &dyn Fn(&ObjectName, &Service) -> bool) -> bool {
         match update {
             Update::Listed(kind, items) => {
-                let changed = self.listed_all(kind, items);
+                let changed = self.listed_all(kind, items, ours);
                 self.listed.insert(kind);
                 changed
             }
@@ -46,6 +94,7 @@ impl Assembler {
     }
 
     fn set(&mut self, item: Item) -> bool {
+        self.forget_suspect(&item);
         match item {
             Item::Service(name, service) => {
                 if self.inventory.services.get(&name) == Some(&*service) {
@@ -89,7 +138,22 @@ impl Assembler {
         }
     }
 
+    /// Of what is there, or is said to be gone, nothing must be guessed any more.
+    fn forget_suspect(&mut self, item: &Item) {
+        if self.suspects.is_empty() {
+            return;
+        }
+        let key = match item {
+            Item::Service(name, _) => (Kind::Services, name.clone()),
+            Item::Node(name, _) => (Kind::Nodes, ObjectName::new("", name)),
+            Item::Namespace(name, _) => (Kind::Namespaces, ObjectName::new("", name)),
+            Item::Slice(..) => return,
+        };
+        self.suspects.remove(&key);
+    }
+
     fn gone(&mut self, item: &Item) -> bool {
+        self.forget_suspect(item);
         match item {
             Item::Service(name, _) => {
                 if !self.inventory.services.contains_key(name) {
@@ -124,8 +188,19 @@ impl Assembler {
         }
     }
 
-    /// Replaces everything of a kind.
-    fn listed_all(&mut self, kind: Kind, items: Vec<Item>) -> bool {
+    /// How many of a kind are in use.
+    fn in_use(&self, kind: Kind, ours: &dyn Fn(&ObjectName, &Service) -> bool) -> usize {
+        match kind {
+            Kind::Services => self.inventory.services.iter().filter(|(name, service)| ours(name, service)).count(),
+            Kind::Nodes => self.inventory.nodes.len(),
+            Kind::Namespaces => self.inventory.namespaces.len(),
+            Kind::EndpointSlices => usize::MAX,
+        }
+    }
+
+    /// Replaces everything of a kind. What is missing from a list that lacks more than half of what is in use stays for a while.
+    fn listed_all(&mut self, kind: Kind, items: Vec<Item>, ours: &dyn Fn(&ObjectName, &Service) -> bool) -> bool {
+        let in_use = self.in_use(kind, ours);
         let mut missing: BTreeSet<ObjectName> = match kind {
             Kind::Services => self.inventory.services.keys().cloned().collect(),
             Kind::Nodes => self.inventory.nodes.keys().map(|name| ObjectName::new("", name)).collect(),
@@ -140,14 +215,22 @@ impl Assembler {
             };
             changed |= self.set(item);
         }
+        let matters = |inventory: &Inventory, name: &ObjectName| match kind {
+            Kind::Services => inventory.services.get(name).is_some_and(|service| ours(name, service)),
+            Kind::Nodes | Kind::Namespaces => true,
+            Kind::EndpointSlices => false,
+        };
+        let lost = missing.iter().filter(|name| matters(&self.inventory, name)).count();
+        let incredible = lost > FEW && lost > in_use / 2;
+        let now = Instant::now();
         for name in missing {
-            let gone = match kind {
-                Kind::Services => Item::Service(name, Box::default()),
-                Kind::Nodes => Item::Node(name.name, crate::source::Node::default()),
-                Kind::Namespaces => Item::Namespace(name.name, super::convert::Namespace::default()),
-                Kind::EndpointSlices => Item::Slice(name, Slice::default()),
-            };
-            changed |= self.gone(&gone);
+            if incredible && matters(&self.inventory, &name) {
+                let since = *self.suspects.entry((kind, name.clone())).or_insert(now);
+                if now.duration_since(since) < self.hold {
+                    continue;
+                }
+            }
+            changed |= self.gone(&nothing(kind, name));
         }
         changed
     }
@@ -179,6 +262,16 @@ impl Assembler {
     }
 }
 
+/// An object that is gone.
+fn nothing(kind: Kind, name: ObjectName) -> Item {
+    match kind {
+        Kind::Services => Item::Service(name, Box::default()),
+        Kind::Nodes => Item::Node(name.name, crate::source::Node::default()),
+        Kind::Namespaces => Item::Namespace(name.name, super::convert::Namespace::default()),
+        Kind::EndpointSlices => Item::Slice(name, Slice::default()),
+    }
+}
+
 /// Whether lbd could ever use the endpoints of a Service: pods behind a cluster-internal Service come and go all day.
 fn reads_endpoints(service: &Service) -> bool {
     match service.kind {
@@ -193,6 +286,10 @@ mod tests {
     use super::super::convert::Namespace;
     use super::*;
     use crate::source::Node;
+
+    fn apply(assembler: &mut Assembler, update: Update) -> bool {
+        assembler.apply(update, &|_, _| true)
+    }
 
     fn name(text: &str) -> ObjectName {
         ObjectName::new("s", text)
@@ -216,31 +313,31 @@ mod tests {
     fn an_equal_object_changes_nothing_and_copies_nothing() {
         let mut assembler = Assembler::default();
         let node = Node { uid: "u".into(), ..Node::default() };
-        assert!(assembler.apply(Update::Set(Item::Node("n1".into(), node.clone()))));
+        assert!(apply(&mut assembler, Update::Set(Item::Node("n1".into(), node.clone()))));
         let shared = Arc::clone(&assembler.inventory);
-        assert!(!assembler.apply(Update::Set(Item::Node("n1".into(), node))));
+        assert!(!apply(&mut assembler, Update::Set(Item::Node("n1".into(), node))));
         assert!(Arc::ptr_eq(&shared, &assembler.inventory));
-        assert!(!assembler.apply(Update::Gone(Item::Node("n2".into(), Node::default()))));
+        assert!(!apply(&mut assembler, Update::Gone(Item::Node("n2".into(), Node::default()))));
         assert!(Arc::ptr_eq(&shared, &assembler.inventory));
     }
 
     #[test]
     fn a_list_finds_what_was_deleted_unseen() {
         let mut assembler = Assembler::default();
-        assert!(assembler.apply(Update::Set(Item::Service(name("a"), service(ServiceKind::NodePort)))));
-        assert!(assembler.apply(Update::Set(Item::Service(name("b"), service(ServiceKind::NodePort)))));
+        assert!(apply(&mut assembler, Update::Set(Item::Service(name("a"), service(ServiceKind::NodePort)))));
+        assert!(apply(&mut assembler, Update::Set(Item::Service(name("b"), service(ServiceKind::NodePort)))));
         let items = vec![Item::Service(name("b"), service(ServiceKind::NodePort))];
-        assert!(assembler.apply(Update::Listed(Kind::Services, items)));
+        assert!(apply(&mut assembler, Update::Listed(Kind::Services, items)));
         assert_eq!(assembler.inventory.services.keys().collect::<Vec<_>>(), [&name("b")]);
         let items = vec![Item::Service(name("b"), service(ServiceKind::NodePort))];
-        assert!(!assembler.apply(Update::Listed(Kind::Services, items)));
+        assert!(!apply(&mut assembler, Update::Listed(Kind::Services, items)));
     }
 
     #[test]
     fn complete_only_after_all_first_lists() {
         let mut assembler = Assembler::default();
         for kind in [Kind::Services, Kind::Nodes, Kind::Namespaces] {
-            assembler.apply(Update::Listed(kind, Vec::new()));
+            apply(&mut assembler, Update::Listed(kind, Vec::new()));
             assert!(!assembler.complete());
         }
         assert!(assembler.do_without(Kind::EndpointSlices));
@@ -251,37 +348,113 @@ mod tests {
     fn the_cluster_is_known_by_the_uid_of_kube_system() {
         let mut assembler = Assembler::default();
         let namespace = |uid: &str| Namespace { uid: uid.into(), ..Namespace::default() };
-        assert!(assembler.apply(Update::Set(Item::Namespace("other".into(), namespace("u1")))));
+        assert!(apply(&mut assembler, Update::Set(Item::Namespace("other".into(), namespace("u1")))));
         assert_eq!(assembler.inventory.cluster, None);
-        assert!(assembler.apply(Update::Set(Item::Namespace("kube-system".into(), namespace("u2")))));
+        assert!(apply(&mut assembler, Update::Set(Item::Namespace("kube-system".into(), namespace("u2")))));
         assert_eq!(assembler.inventory.cluster.as_deref(), Some("u2"));
-        assert!(!assembler.apply(Update::Set(Item::Namespace("kube-system".into(), namespace("u2")))));
+        assert!(!apply(&mut assembler, Update::Set(Item::Namespace("kube-system".into(), namespace("u2")))));
     }
 
     #[test]
     fn endpoints_are_merged_over_slices_and_follow_the_service() {
         let mut assembler = Assembler::default();
-        assert!(!assembler.apply(Update::Set(Item::Slice(name("web-1"), slice("web", &["192.0.2.2"])))));
-        assert!(assembler.apply(Update::Set(Item::Service(name("web"), service(ServiceKind::LoadBalancer)))));
+        assert!(!apply(&mut assembler, Update::Set(Item::Slice(name("web-1"), slice("web", &["192.0.2.2"])))));
+        assert!(apply(&mut assembler, Update::Set(Item::Service(name("web"), service(ServiceKind::LoadBalancer)))));
         assert_eq!(assembler.inventory.endpoints[&name("web")].len(), 1);
-        assert!(assembler.apply(Update::Set(Item::Slice(name("web-2"), slice("web", &["192.0.2.1", "192.0.2.2"])))));
+        assert!(apply(
+            &mut assembler,
+            Update::Set(Item::Slice(name("web-2"), slice("web", &["192.0.2.1", "192.0.2.2"])))
+        ));
         let addresses: Vec<_> =
             assembler.inventory.endpoints[&name("web")].iter().map(|endpoint| endpoint.address.to_string()).collect();
         assert_eq!(addresses, ["192.0.2.1", "192.0.2.2"]);
-        assert!(assembler.apply(Update::Gone(Item::Slice(name("web-2"), Slice::default()))));
-        assert!(assembler.apply(Update::Set(Item::Service(name("web"), service(ServiceKind::ClusterIp)))));
+        assert!(apply(&mut assembler, Update::Gone(Item::Slice(name("web-2"), Slice::default()))));
+        assert!(apply(&mut assembler, Update::Set(Item::Service(name("web"), service(ServiceKind::ClusterIp)))));
         assert!(assembler.inventory.endpoints.is_empty());
-        assert!(!assembler.apply(Update::Set(Item::Slice(name("web-3"), slice("web", &["192.0.2.9"])))));
+        assert!(!apply(&mut assembler, Update::Set(Item::Slice(name("web-3"), slice("web", &["192.0.2.9"])))));
     }
 
     #[test]
     fn a_slice_can_move_to_another_service() {
         let mut assembler = Assembler::default();
         for service_name in ["a", "b"] {
-            assembler.apply(Update::Set(Item::Service(name(service_name), service(ServiceKind::LoadBalancer))));
+            apply(&mut assembler, Update::Set(Item::Service(name(service_name), service(ServiceKind::LoadBalancer))));
         }
-        assembler.apply(Update::Set(Item::Slice(name("x"), slice("a", &["192.0.2.2"]))));
-        assert!(assembler.apply(Update::Set(Item::Slice(name("x"), slice("b", &["192.0.2.2"])))));
+        apply(&mut assembler, Update::Set(Item::Slice(name("x"), slice("a", &["192.0.2.2"]))));
+        assert!(apply(&mut assembler, Update::Set(Item::Slice(name("x"), slice("b", &["192.0.2.2"])))));
         assert_eq!(assembler.inventory.endpoints.keys().collect::<Vec<_>>(), [&name("b")]);
+    }
+
+    fn listed(names: &[&str]) -> Update {
+        let items = names.iter().map(|text| Item::Service(name(text), service(ServiceKind::LoadBalancer)));
+        Update::Listed(Kind::Services, items.collect())
+    }
+
+    #[test]
+    fn b37_a_list_that_lacks_more_than_half_is_held_until_another_agrees() {
+        let restored = {
+            let mut first = Assembler::default();
+            apply(&mut first, listed(&["a", "b", "c", "d", "e"]));
+            Arc::clone(&first.inventory)
+        };
+        let hold = Duration::from_millis(50);
+        let mut assembler = Assembler::new(&restored, hold);
+        assert!(!apply(&mut assembler, listed(&["a", "b"])), "three of five went at once");
+        assert_eq!(assembler.inventory.services.len(), 5);
+        assert!(assembler.held().unwrap().contains("lacks 3 services"), "{:?}", assembler.held());
+        // An early second list does not decide, but events do.
+        assert!(!apply(&mut assembler, listed(&["a", "b"])));
+        assert!(apply(&mut assembler, Update::Gone(Item::Service(name("c"), Box::default()))));
+        apply(&mut assembler, Update::Set(Item::Service(name("d"), service(ServiceKind::LoadBalancer))));
+        assert_eq!(assembler.suspects.len(), 1);
+        std::thread::sleep(hold);
+        assert!(assembler.due().unwrap() <= Instant::now());
+        assert!(apply(&mut assembler, listed(&["a", "b", "d"])));
+        assert_eq!(assembler.inventory.services.keys().collect::<Vec<_>>(), [&name("a"), &name("b"), &name("d")]);
+        assert_eq!((assembler.held(), assembler.due()), (None, None));
+    }
+
+    #[test]
+    fn b37_an_empty_list_that_lasts_is_believed_and_one_that_does_not_never_was() {
+        let hold = Duration::from_millis(50);
+        let mut assembler = Assembler { hold, ..Assembler::default() };
+        apply(&mut assembler, listed(&["a", "b", "c"]));
+        assert!(!apply(&mut assembler, listed(&[])));
+        std::thread::sleep(hold);
+        assert!(!apply(&mut assembler, listed(&["a", "b", "c"])));
+        assert_eq!((assembler.held(), assembler.inventory.services.len()), (None, 3));
+        assert!(!apply(&mut assembler, listed(&[])));
+        std::thread::sleep(hold);
+        assert!(apply(&mut assembler, listed(&[])));
+        assert!(assembler.inventory.services.is_empty() && assembler.suspects.is_empty());
+    }
+
+    #[test]
+    fn few_and_those_of_others_go_at_once_and_trust_ends_the_wait() {
+        let hold = Duration::from_mins(1);
+        let mut assembler = Assembler { hold, ..Assembler::default() };
+        apply(&mut assembler, listed(&["a", "b"]));
+        assert!(apply(&mut assembler, listed(&[])), "two are few");
+        apply(&mut assembler, listed(&["a", "b", "c", "d"]));
+        assert!(assembler.apply(listed(&["a"]), &|name, _| name.name == "a"), "three of others");
+        assert_eq!(assembler.inventory.services.len(), 1);
+        apply(&mut assembler, listed(&["a", "b", "c", "d"]));
+        assert!(!apply(&mut assembler, listed(&[])));
+        assert!(assembler.trust());
+        assert!(assembler.inventory.services.is_empty() && assembler.held().is_none());
+    }
+
+    #[test]
+    fn what_a_restored_inventory_said_of_endpoints_is_not_believed() {
+        let mut first = Assembler::default();
+        apply(&mut first, listed(&["web", "other"]));
+        apply(&mut first, Update::Set(Item::Slice(name("web-1"), slice("web", &["192.0.2.2"]))));
+        apply(&mut first, Update::Set(Item::Slice(name("other-1"), slice("other", &["192.0.2.3"]))));
+        let mut second = Assembler::new(&first.inventory, Duration::ZERO);
+        let slices = vec![Item::Slice(name("web-1"), slice("web", &["192.0.2.9"]))];
+        apply(&mut second, Update::Listed(Kind::EndpointSlices, slices));
+        apply(&mut second, listed(&["web", "other"]));
+        assert_eq!(second.inventory.endpoints.keys().collect::<Vec<_>>(), [&name("web")]);
+        assert_eq!(second.inventory.endpoints[&name("web")][0].address.to_string(), "192.0.2.9");
     }
 }

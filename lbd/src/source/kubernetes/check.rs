@@ -5,6 +5,7 @@ use std::time::Duration;
 use http::Request;
 use serde_json::{Value, json};
 
+use super::NAMESPACE;
 use super::access::{Access, SourceError};
 use super::follow::describe;
 use crate::config;
@@ -12,8 +13,11 @@ use crate::config;
 /// Limit for one question.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
+const NO_LEASE: &str = "Lease that keeps a second agent from giving out the same addresses";
+const NO_RECORD: &str = "record of addresses in the cluster, only the one on disk";
+
 /// Group, resource, subresource, verb, and what does not work without it.
-const RIGHTS: [(&str, &str, &str, &str, Option<&str>); 11] = [
+const RIGHTS: [(&str, &str, &str, &str, Option<&str>); 17] = [
     ("", "services", "", "list", None),
     ("", "services", "", "watch", None),
     ("", "nodes", "", "list", None),
@@ -25,6 +29,12 @@ const RIGHTS: [(&str, &str, &str, &str, Option<&str>); 11] = [
     ("", "services", "status", "patch", Some("addresses in the status of Services")),
     ("", "events", "", "create", Some("Warning Events")),
     ("", "events", "", "patch", Some("Warning Events")),
+    ("coordination.k8s.io", "leases", "", "get", Some(NO_LEASE)),
+    ("coordination.k8s.io", "leases", "", "create", Some(NO_LEASE)),
+    ("coordination.k8s.io", "leases", "", "update", Some(NO_LEASE)),
+    ("", "configmaps", "", "get", Some(NO_RECORD)),
+    ("", "configmaps", "", "create", Some(NO_RECORD)),
+    ("", "configmaps", "", "update", Some(NO_RECORD)),
 ];
 
 /// Something that is not as it should be.
@@ -41,7 +51,11 @@ pub async fn check(settings: &config::Kubernetes) -> Result<Vec<Finding>, Source
     let access = Access::open(settings)?;
     let mut findings = Vec::new();
     for (group, resource, subresource, verb, without) in RIGHTS {
-        let attributes = json!({"group": group, "resource": resource, "subresource": subresource, "verb": verb});
+        let mut attributes = json!({"group": group, "resource": resource, "subresource": subresource, "verb": verb});
+        let own = matches!(resource, "leases" | "configmaps");
+        if own {
+            attributes["namespace"] = json!(NAMESPACE);
+        }
         let review = json!({"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview",
             "spec": {"resourceAttributes": attributes}});
         let answer = match ask(&access, &review).await {
@@ -54,10 +68,11 @@ pub async fn check(settings: &config::Kubernetes) -> Result<Vec<Finding>, Source
             }
         };
         if answer["status"]["allowed"] != true {
+            let place = if own { format!(" in namespace {NAMESPACE}") } else { String::new() };
             let name = if subresource.is_empty() { resource.to_owned() } else { format!("{resource}/{subresource}") };
             let message = match without {
                 None => format!("the account may not {verb} {name}: nothing works without it; apply deploy/rbac.yaml"),
-                Some(what) => format!("the account may not {verb} {name}: no {what}; apply deploy/rbac.yaml"),
+                Some(what) => format!("the account may not {verb} {name}{place}: no {what}; apply deploy/rbac.yaml"),
             };
             findings.push(Finding { fatal: without.is_none(), message });
         }

@@ -194,6 +194,39 @@ pub(crate) fn describe(error: &kube::Error) -> String {
     text
 }
 
+/// Whether a version comes before another. Those that are no numbers say nothing.
+fn is_older(version: &str, than: &str) -> bool {
+    matches!((version.parse::<u64>(), than.parse::<u64>()), (Ok(version), Ok(than)) if version < than)
+}
+
+/// The highest version that the server has shown: what is below comes from a server that lags, or from a restored backup.
+#[derive(Debug, Default)]
+struct Clock {
+    highest: Option<String>,
+    behind: Option<Instant>,
+}
+
+impl Clock {
+    fn reached(&mut self, version: &str) {
+        if !self.highest.as_ref().is_some_and(|highest| is_older(version, highest)) {
+            self.highest = Some(version.to_owned());
+        }
+    }
+
+    /// Whether a list of this version is not to be believed: it may be after `hold`, for a backup that was restored stays.
+    fn went_back(&mut self, version: &str, hold: Duration) -> bool {
+        if self.highest.as_ref().is_some_and(|highest| is_older(version, highest)) {
+            let since = *self.behind.get_or_insert_with(Instant::now);
+            if since.elapsed() < hold {
+                return true;
+            }
+        }
+        self.behind = None;
+        self.highest = Some(version.to_owned());
+        false
+    }
+}
+
 /// Everything a follower needs.
 pub(super) struct Follower {
     pub access: Access,
@@ -210,14 +243,36 @@ impl Follower {
         let mut version: Option<String> = None;
         let mut clients = self.access.subscribe();
         let mut refused_before = false;
+        let mut broken: Option<Instant> = None;
+        let mut clock = Clock::default();
         loop {
             let api = Api::<K>::all(clients.borrow_and_update().clone());
+            // A watch from a version that a restored server has not reached yet would be silent, and nobody would know.
+            if let Some(from) = &version
+                && self.went_back(&api, from).await
+            {
+                version = None;
+            }
             let from = if let Some(version) = version.take() {
                 version
             } else {
                 self.relist.mark_unchanged();
                 match self.list(&api).await {
+                    Ok((_, version)) if clock.went_back(&version, self.timing.hold) => {
+                        let text = format!(
+                            "list {}: the server went back in time, to version {version}: the last state stays in force until this has \
+                             lasted {} s",
+                            K::KIND.as_str(),
+                            self.timing.hold.as_secs()
+                        );
+                        let failure = Failure { text, code: 0, retry_after: None };
+                        if !self.failed(K::KIND, &mut pause, failure, &mut refused_before).await {
+                            return;
+                        }
+                        continue;
+                    }
                     Ok((items, version)) => {
+                        broken = None;
                         if self.updates.send(Update::Listed(K::KIND, items)).await.is_err() {
                             return;
                         }
@@ -235,6 +290,8 @@ impl Follower {
             match self.watch(&api, from, &mut clients).await {
                 End::Resume(next) => {
                     refused_before = false;
+                    broken = None;
+                    clock.reached(&next);
                     version = Some(next);
                     // A server that closes at once must not be asked in a hot loop.
                     if opened.elapsed() < Duration::from_secs(1) {
@@ -252,14 +309,29 @@ impl Follower {
                 End::Failed(failure, next) => {
                     if opened.elapsed() > self.timing.retry_last {
                         pause.reset();
+                        broken = None;
                     }
-                    version = next;
+                    let since = *broken.get_or_insert_with(Instant::now);
+                    if let Some(next) = &next {
+                        clock.reached(next);
+                    }
+                    version = next.filter(|_| since.elapsed() < self.timing.resume);
                     if !self.failed(K::KIND, &mut pause, failure, &mut refused_before).await {
                         return;
                     }
                 }
                 End::Closed => return,
             }
+        }
+    }
+
+    /// Whether the server has not reached a version that it had reached before.
+    async fn went_back<K: Followed>(&self, api: &Api<K>, from: &str) -> bool {
+        let parameters = ListParams::default().limit(1);
+        // Without an answer, the watch will tell.
+        match timeout(self.timing.request, api.list(&parameters)).await {
+            Ok(Ok(page)) => page.metadata.resource_version.is_some_and(|version| is_older(&version, from)),
+            Ok(Err(_)) | Err(_) => false,
         }
     }
 
@@ -329,6 +401,17 @@ impl Follower {
             let update = match event {
                 Err(_) => return End::Failed(Failure::timeout("watch", kind, silence), Some(version)),
                 Ok(None) => return End::Resume(version),
+                Ok(Some(Ok(
+                    WatchEvent::Added(ref object) | WatchEvent::Modified(ref object) | WatchEvent::Deleted(ref object),
+                ))) if object.resource_version().is_some_and(|next| is_older(&next, &version)) => {
+                    let text = format!("watch {}: an event is older than what came before it", kind.as_str());
+                    return End::Failed(Failure { text, code: 0, retry_after: None }, None);
+                }
+                Ok(Some(Ok(WatchEvent::Bookmark(bookmark))))
+                    if is_older(&bookmark.metadata.resource_version, &version) =>
+                {
+                    return End::Relist;
+                }
                 Ok(Some(Ok(WatchEvent::Bookmark(bookmark)))) => {
                     if !bookmark.metadata.resource_version.is_empty() {
                         version = bookmark.metadata.resource_version;
@@ -364,5 +447,27 @@ impl Follower {
                 return End::Closed;
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_server_that_goes_back_is_not_believed_until_that_lasts() {
+        let hold = Duration::from_millis(40);
+        let mut clock = Clock::default();
+        assert!(!clock.went_back("100", hold));
+        clock.reached("120");
+        clock.reached("110");
+        assert!(clock.went_back("119", hold));
+        assert!(!clock.went_back("121", hold), "one that lagged");
+        assert!(clock.went_back("50", hold));
+        std::thread::sleep(hold);
+        assert!(!clock.went_back("51", hold), "a restored backup");
+        assert!(!clock.went_back("52", hold));
+        clock.reached("opaque");
+        assert!(!clock.went_back("10", hold));
     }
 }

@@ -5,6 +5,8 @@ mod assemble;
 mod check;
 pub(crate) mod convert;
 mod follow;
+mod lease;
+mod record;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -21,9 +23,21 @@ use assemble::Assembler;
 pub use check::{Finding, check};
 pub(crate) use follow::describe;
 use follow::{Follower, Kind, Update};
+pub use lease::{LeaseKeeper, LeaseTiming, Standing};
+pub use record::{Failure, Kept, RecordKeeper};
 
-use super::Inventory;
+use super::{Inventory, ObjectName, ServiceKind};
 use crate::config;
+
+/// The namespace of our own objects.
+pub const NAMESPACE: &str = "lbd-system";
+
+/// Name of the Lease, and of the ConfigMap with the record, of a hub: two load balancers of one cluster that have different tenants
+/// give the hub different names.
+pub fn own_object(hub: &str) -> String {
+    let plain = |letter: char| if letter.is_ascii_alphanumeric() { letter.to_ascii_lowercase() } else { '-' };
+    format!("lbd-{}", hub.chars().map(plain).collect::<String>())
+}
 
 /// Shortest pause between two snapshots.
 const PUBLISH_INTERVAL: Duration = Duration::from_millis(5);
@@ -45,6 +59,10 @@ pub struct Timing {
     pub retry_last: Duration,
     /// Objects per page of a list.
     pub page: u32,
+    /// For how long what is hard to believe is held: a list that lacks most of what is in use, a server that goes back in time.
+    pub hold: Duration,
+    /// How long a watch may be broken and still be resumed; after that everything is listed.
+    pub resume: Duration,
 }
 
 impl Default for Timing {
@@ -57,6 +75,8 @@ impl Default for Timing {
             retry_first: Duration::from_millis(100),
             retry_last: Duration::from_secs(5),
             page: 500,
+            hold: Duration::from_mins(1),
+            resume: Duration::from_secs(30),
         }
     }
 }
@@ -83,6 +103,8 @@ pub struct Snapshot {
     pub connected: bool,
     /// When the inventory was last known to be what the server has; `None` if not in this life.
     pub last_sync: Option<Instant>,
+    /// What of the lists is not believed yet, and why.
+    pub held: Option<String>,
     /// What is wrong, while it is.
     pub last_error: Option<String>,
     /// Failed lists and watches since the start.
@@ -91,12 +113,16 @@ pub struct Snapshot {
     pub lists: u64,
 }
 
+/// Whether a Service is one of ours.
+pub type Ours = Arc<dyn Fn(&ObjectName) -> bool + Send + Sync>;
+
 /// A running source; dropping it stops it.
-#[derive(Debug)]
 pub struct KubernetesSource {
     access: Access,
     annotations: watch::Sender<BTreeSet<String>>,
     relist: watch::Sender<u64>,
+    trust: watch::Sender<u64>,
+    ours: watch::Sender<Option<Ours>>,
     _tasks: JoinSet<()>,
 }
 
@@ -112,7 +138,9 @@ impl KubernetesSource {
         let snapshot = Snapshot { inventory: Arc::new(options.restored.unwrap_or_default()), ..Snapshot::default() };
         let (snapshots, receiver) = watch::channel(snapshot);
         let annotations = watch::Sender::new(options.annotations);
-        let relist = watch::Sender::new(0);
+        let (relist, trust) = (watch::Sender::new(0), watch::Sender::new(0));
+        let ours = watch::Sender::new(None);
+        let assembler = Assembler::new(&snapshots.borrow().inventory, options.timing.hold);
         let (updates, incoming) = mpsc::channel(1024);
         let mut tasks = JoinSet::new();
         for kind in Kind::ALL {
@@ -130,9 +158,16 @@ impl KubernetesSource {
                 Kind::EndpointSlices => tasks.spawn(follower.run::<EndpointSlice>()),
             };
         }
-        tasks.spawn(publish(incoming, snapshots));
+        let publisher = Publisher {
+            assembler,
+            snapshots,
+            relist: relist.clone(),
+            trust: trust.subscribe(),
+            ours: ours.subscribe(),
+        };
+        tasks.spawn(publisher.run(incoming));
         tasks.spawn(access.clone().follow());
-        Ok((Self { access, annotations, relist, _tasks: tasks }, receiver))
+        Ok((Self { access, annotations, relist, trust, ours, _tasks: tasks }, receiver))
     }
 
     /// The client, for those who write.
@@ -143,6 +178,16 @@ impl KubernetesSource {
     /// Lists everything again.
     pub fn relist(&self) {
         self.relist.send_modify(|count| *count += 1);
+    }
+
+    /// Believes what is held.
+    pub fn trust(&self) {
+        self.trust.send_modify(|count| *count += 1);
+    }
+
+    /// Says which Services are ours; without a word all of type LoadBalancer are, whatever their class.
+    pub fn set_ours(&self, ours: Ours) {
+        self.ours.send_replace(Some(ours));
     }
 
     /// Replaces the annotations to keep; lists again if they changed.
@@ -166,92 +211,135 @@ struct Stream {
     error: Option<String>,
 }
 
-/// Assembles updates and publishes snapshots until nobody sends.
-async fn publish(mut updates: mpsc::Receiver<Update>, snapshots: watch::Sender<Snapshot>) {
-    let mut assembler = Assembler::default();
-    let mut streams: BTreeMap<Kind, Stream> = Kind::ALL.into_iter().map(|kind| (kind, Stream::default())).collect();
-    let mut changed = false;
-    let mut interval = PUBLISH_INTERVAL;
-    let mut last = Instant::now().checked_sub(PUBLISH_INTERVAL_MAX).unwrap_or_else(Instant::now);
-    let (mut failures, mut lists) = (0, 0);
-    while let Some(first) = updates.recv().await {
-        let mut next = Some(first);
-        let started = Instant::now();
-        // Whatever arrives before the next snapshot is due goes into it.
-        while let Some(update) = next {
-            let now = Instant::now();
-            match &update {
-                Update::Alive(kind) => {
-                    let stream = streams.entry(*kind).or_default();
-                    *stream = Stream { alive: true, heard: Some(now), error: None };
+/// Assembles updates and publishes snapshots.
+struct Publisher {
+    assembler: Assembler,
+    snapshots: watch::Sender<Snapshot>,
+    relist: watch::Sender<u64>,
+    trust: watch::Receiver<u64>,
+    ours: watch::Receiver<Option<Ours>>,
+}
+
+impl Publisher {
+    /// Until nobody sends.
+    async fn run(self, mut updates: mpsc::Receiver<Update>) {
+        let Self { mut assembler, snapshots, relist, mut trust, ours } = self;
+        let mut streams: BTreeMap<Kind, Stream> = Kind::ALL.into_iter().map(|kind| (kind, Stream::default())).collect();
+        let mut changed = false;
+        let mut interval = PUBLISH_INTERVAL;
+        let mut last = Instant::now().checked_sub(PUBLISH_INTERVAL_MAX).unwrap_or_else(Instant::now);
+        let (mut failures, mut lists) = (0, 0);
+        // Not before: a list that was asked for takes its time.
+        let mut asked = Instant::now();
+        loop {
+            let due = assembler.due().map(|due| due.max(asked));
+            let mut next = tokio::select! {
+                first = updates.recv() => match first {
+                    None => return,
+                    first => first,
+                },
+                () = tokio::time::sleep_until(due.unwrap_or(asked).into()), if due.is_some() => {
+                    asked = Instant::now() + assembler.hold.max(PUBLISH_INTERVAL_MAX);
+                    relist.send_modify(|count| *count += 1);
+                    continue;
                 }
-                Update::Failed { kind, error, forbidden } => {
-                    failures += 1;
-                    tracing::debug!("{error}");
-                    let stream = streams.entry(*kind).or_default();
-                    stream.alive = false;
-                    stream.error = Some(error.clone());
-                    // Endpoints are only needed where a Service is served by them: without the right to see them
-                    // everything else works.
-                    if *kind == Kind::EndpointSlices && *forbidden {
-                        changed |= assembler.do_without(*kind);
-                    }
+                Ok(()) = trust.changed() => {
+                    changed |= assembler.trust();
+                    None
                 }
-                Update::Listed(kind, _) => {
-                    lists += 1;
-                    streams.entry(*kind).or_default().heard = Some(now);
-                }
-                Update::Set(_) | Update::Gone(_) => {}
-            }
-            let complete_before = assembler.complete();
-            changed |= assembler.apply(update) | (assembler.complete() && !complete_before);
-            next = if started.elapsed() < PUBLISH_INTERVAL_MAX {
-                match updates.try_recv() {
-                    Ok(update) => Some(update),
-                    Err(_) if changed && last.elapsed() < interval => {
-                        tokio::time::timeout(interval.saturating_sub(last.elapsed()), updates.recv())
-                            .await
-                            .ok()
-                            .flatten()
-                    }
-                    Err(_) => None,
-                }
-            } else {
-                None
             };
-        }
-        let connected = streams.values().all(|stream| stream.alive);
-        let error = streams.values().find_map(|stream| stream.error.clone());
-        let heard = streams.values().map(|stream| stream.heard).min().flatten();
-        let complete = assembler.complete();
-        if complete && !assembler.inventory.complete {
-            Arc::make_mut(&mut assembler.inventory).complete = true;
-        }
-        let show = changed && complete;
-        let begun = Instant::now();
-        snapshots.send_if_modified(|snapshot| {
-            let state_changed =
-                snapshot.connected != connected || snapshot.last_error != error || snapshot.live != complete;
-            snapshot.connected = connected;
-            snapshot.last_error = error;
-            snapshot.live = complete;
-            if complete {
-                snapshot.last_sync = heard;
+            let started = Instant::now();
+            // Whatever arrives before the next snapshot is due goes into it.
+            while let Some(update) = next {
+                let now = Instant::now();
+                match &update {
+                    Update::Alive(kind) => {
+                        let stream = streams.entry(*kind).or_default();
+                        *stream = Stream { alive: true, heard: Some(now), error: None };
+                    }
+                    Update::Failed { kind, error, forbidden } => {
+                        failures += 1;
+                        tracing::debug!("{error}");
+                        let stream = streams.entry(*kind).or_default();
+                        stream.alive = false;
+                        stream.error = Some(error.clone());
+                        // Endpoints are only needed where a Service is served by them: without the right to see them
+                        // everything else works.
+                        if *kind == Kind::EndpointSlices && *forbidden {
+                            changed |= assembler.do_without(*kind);
+                        }
+                    }
+                    Update::Listed(kind, _) => {
+                        lists += 1;
+                        streams.entry(*kind).or_default().heard = Some(now);
+                    }
+                    Update::Set(_) | Update::Gone(_) => {}
+                }
+                let complete_before = assembler.complete();
+                let is_ours = ours.borrow().clone();
+                let is_ours = |name: &ObjectName, service: &super::Service| match &is_ours {
+                    Some(is_ours) => is_ours(name),
+                    None => service.kind == ServiceKind::LoadBalancer,
+                };
+                changed |= assembler.apply(update, &is_ours) | (assembler.complete() && !complete_before);
+                next = if started.elapsed() < PUBLISH_INTERVAL_MAX {
+                    match updates.try_recv() {
+                        Ok(update) => Some(update),
+                        Err(_) if changed && last.elapsed() < interval => {
+                            tokio::time::timeout(interval.saturating_sub(last.elapsed()), updates.recv())
+                                .await
+                                .ok()
+                                .flatten()
+                        }
+                        Err(_) => None,
+                    }
+                } else {
+                    None
+                };
             }
-            snapshot.failures = failures;
-            snapshot.lists = lists;
+            let connected = streams.values().all(|stream| stream.alive);
+            let error = streams.values().find_map(|stream| stream.error.clone());
+            let heard = streams.values().map(|stream| stream.heard).min().flatten();
+            let complete = assembler.complete();
+            if complete && !assembler.inventory.complete {
+                Arc::make_mut(&mut assembler.inventory).complete = true;
+            }
+            let held = assembler.held();
+            let show = changed && complete;
+            let begun = Instant::now();
+            snapshots.send_if_modified(|snapshot| {
+                let state_changed = snapshot.connected != connected
+                    || snapshot.last_error != error
+                    || snapshot.live != complete
+                    || snapshot.held != held;
+                snapshot.connected = connected;
+                snapshot.last_error = error;
+                snapshot.held = held;
+                snapshot.live = complete;
+                if complete {
+                    snapshot.last_sync = heard;
+                }
+                snapshot.failures = failures;
+                snapshot.lists = lists;
+                if show {
+                    snapshot.inventory = Arc::clone(&assembler.inventory);
+                }
+                state_changed || show
+            });
             if show {
-                snapshot.inventory = Arc::clone(&assembler.inventory);
+                changed = false;
+                last = begun;
+                // The next change copies the names of one kind: the more there are, the less often that may happen.
+                let size = assembler.inventory.services.len() + assembler.inventory.nodes.len();
+                interval = (PUBLISH_INTERVAL + Duration::from_micros(2) * u32::try_from(size).unwrap_or(u32::MAX))
+                    .min(PUBLISH_INTERVAL_MAX);
             }
-            state_changed || show
-        });
-        if show {
-            changed = false;
-            last = begun;
-            // The next change copies the names of one kind: the more there are, the less often that may happen.
-            let size = assembler.inventory.services.len() + assembler.inventory.nodes.len();
-            interval = (PUBLISH_INTERVAL + Duration::from_micros(2) * u32::try_from(size).unwrap_or(u32::MAX))
-                .min(PUBLISH_INTERVAL_MAX);
         }
+    }
+}
+
+impl std::fmt::Debug for KubernetesSource {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("KubernetesSource").field("access", &self.access).finish_non_exhaustive()
     }
 }

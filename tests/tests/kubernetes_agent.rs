@@ -1,0 +1,540 @@
+//! The agent against a Kubernetes API, without a kernel: who gives out addresses, what is kept where, what an API that is away,
+//! lies or goes back in time does.
+//!
+//! Against the cluster that `LBD_TEST_KUBECONFIG` names, if it is set; what needs faults runs on the test server only.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use lbd::agent::dry::{DryAgent, Patience};
+use lbd::plan::model::{HostFacts, InterfaceFacts, Plan};
+use lbd::source::ObjectName;
+use lbd::source::kubernetes::{LeaseTiming, Timing, own_object};
+use lbd_tests::apiserver::{self, Action, Cluster, node, service};
+use serde_json::{Value, json};
+
+/// Nothing here takes longer.
+const LIMIT: Duration = Duration::from_secs(20);
+const POOL: &str = "192.0.2.32-192.0.2.47";
+
+fn patience() -> Patience {
+    Patience {
+        source: Timing {
+            retry_first: Duration::from_millis(20),
+            retry_last: Duration::from_millis(200),
+            hold: Duration::from_millis(800),
+            ..Timing::default()
+        },
+        lease: LeaseTiming {
+            interval: Duration::from_millis(100),
+            valid: Duration::from_secs(1),
+            request: Duration::from_secs(1),
+        },
+    }
+}
+
+fn host() -> HostFacts {
+    let interface = |index, address: &str| InterfaceFacts {
+        index,
+        mac: [2, 0, 0, 0, 0, index as u8],
+        mtu: 1500,
+        up: true,
+        addresses: address.parse().into_iter().collect(),
+        all_addresses: address.parse().into_iter().collect(),
+        gateways: Vec::new(),
+        vlan: None,
+    };
+    let interfaces =
+        [("ten0".to_owned(), interface(2, "192.0.2.2/24")), ("hub0".to_owned(), interface(3, "10.0.0.2/24"))];
+    HostFacts { interfaces: interfaces.into() }
+}
+
+/// A place for one agent: configuration file and state directory.
+struct Site {
+    directory: tempfile::TempDir,
+    hub: String,
+    text: String,
+}
+
+impl Site {
+    fn new(cluster: &Cluster) -> Result<Self> {
+        Self::with(cluster, POOL, "")
+    }
+
+    /// With another pool, and words for the cluster.
+    fn with(cluster: &Cluster, pool: &str, kubernetes: &str) -> Result<Self> {
+        let directory = tempfile::tempdir()?;
+        let (hub, namespace) = (cluster.namespace.clone(), &cluster.namespace);
+        let text = format!(
+            "\
+version: 1
+hubs:
+  - name: {hub}
+    interface: hub0
+    snat: [10.0.0.2]
+    node_cidrs: [10.0.0.0/24]
+    kubernetes: {{ kubeconfig: {}{kubernetes} }}
+tenants:
+  - name: a
+    segment: {{ interface: ten0, address: 192.0.2.2/24, gateway: 192.0.2.1 }}
+    pools: [{pool}]
+    claim: [{{ namespaces: [{namespace}] }}]
+state_dir: {}
+",
+            cluster.kubeconfig().display(),
+            directory.path().join("state").display()
+        );
+        let site = Self { directory, hub, text };
+        site.configure(|text| text)?;
+        Ok(site)
+    }
+
+    fn configure(&self, change: impl FnOnce(String) -> String) -> Result<()> {
+        std::fs::write(self.config(), change(self.text.clone())).context("write the configuration")
+    }
+
+    fn config(&self) -> PathBuf {
+        self.directory.path().join("lbd.yaml")
+    }
+
+    fn state(&self, file: &str) -> PathBuf {
+        self.directory.path().join("state").join(file)
+    }
+
+    async fn start(&self) -> Result<DryAgent> {
+        let config = lbd::config::load(&self.config()).map_err(|error| anyhow::anyhow!(error.report()))?;
+        Ok(DryAgent::start(config, host(), patience()).await?)
+    }
+
+    /// The record in the cluster.
+    async fn record(&self, cluster: &Cluster) -> Result<BTreeMap<String, String>> {
+        let found = cluster.client.get("ConfigMap", "lbd-system", &own_object(&self.hub)).await?;
+        serde_json::from_value(found["data"].clone()).context("data")
+    }
+
+    fn object(&self) -> String {
+        own_object(&self.hub)
+    }
+}
+
+async fn finish(cluster: Cluster, site: &Site) -> Result<()> {
+    let _ = cluster.client.delete("Node", "", &cluster.namespace).await;
+    let _ = cluster.client.delete("ConfigMap", "lbd-system", &site.object()).await;
+    let _ = cluster.client.delete("Lease", "lbd-system", &site.object()).await;
+    cluster.finish().await
+}
+
+fn load_balancer(cluster: &Cluster, name: &str, node_port: u16) -> (ObjectName, Value) {
+    let object = service(&cluster.namespace, name, "LoadBalancer", &[(6443, node_port)]);
+    (ObjectName::new(&cluster.namespace, name), object)
+}
+
+/// Makes Services and waits, with the agent, until all show an address.
+async fn serve(cluster: &Cluster, agent: &mut DryAgent, names: &[&str]) -> Result<BTreeMap<String, String>> {
+    // Of a name that is nobody else's; it may be there already.
+    let _ = cluster.client.create(&node(&cluster.namespace, "10.0.0.11")).await;
+    for name in names {
+        cluster.client.create(&load_balancer(cluster, name, 0).1).await?;
+    }
+    until(agent, "all Services have an address", |agent| {
+        names.iter().all(|name| !address(agent, cluster, name).is_empty())
+    })
+    .await?;
+    let end = Instant::now() + LIMIT;
+    loop {
+        let shown = addresses(cluster).await?;
+        if names.iter().all(|name| shown.get(*name).is_some_and(|address| !address.is_empty())) {
+            return Ok(shown);
+        }
+        ensure!(Instant::now() < end, "not all show an address: {shown:?}; {:?}", agent.notices());
+        agent.step(Duration::from_millis(20)).await;
+    }
+}
+
+/// The first address that each Service shows.
+async fn addresses(cluster: &Cluster) -> Result<BTreeMap<String, String>> {
+    let all = cluster.client.list("Service", &cluster.namespace).await?;
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+    Ok(all
+        .iter()
+        .map(|object| (text(&object["metadata"]["name"]), text(&object["status"]["loadBalancer"]["ingress"][0]["ip"])))
+        .collect())
+}
+
+/// The address that a Service has, as the agent sees it.
+fn address(agent: &DryAgent, cluster: &Cluster, name: &str) -> String {
+    let found = agent.assignments().services.get(&ObjectName::new(&cluster.namespace, name));
+    found.and_then(|found| found.addresses.first()).map(ToString::to_string).unwrap_or_default()
+}
+
+async fn until(agent: &mut DryAgent, what: &str, condition: impl Fn(&DryAgent) -> bool) -> Result<()> {
+    if agent.until(LIMIT, condition).await {
+        return Ok(());
+    }
+    bail!(
+        "did not happen: {what}; notices {:?}; lease {:?}; cluster {:?}; sources {:?}",
+        agent.notices(),
+        agent.lease(),
+        agent.cluster(),
+        agent.sources()
+    )
+}
+
+fn holds(agent: &DryAgent) -> bool {
+    agent.lease().is_some_and(|lease| lease.state == "held")
+}
+
+fn waits(agent: &DryAgent) -> bool {
+    agent.lease().is_some_and(|lease| lease.state == "other")
+}
+
+fn told(agent: &DryAgent, reason: &str) -> bool {
+    agent.notices().iter().any(|notice| notice.reason == reason)
+}
+
+fn happened(agent: &DryAgent, reason: &str) -> bool {
+    agent.events().iter().any(|event| event.reason == reason)
+}
+
+fn services(plan: &Plan) -> Vec<String> {
+    let mut names: Vec<_> =
+        plan.frontends.values().filter_map(|frontend| Some(frontend.service.as_ref()?.name.clone())).collect();
+    names.sort();
+    names
+}
+
+// ---- who acts ----
+
+#[tokio::test(flavor = "multi_thread")]
+async fn b59_of_two_agents_one_acts_and_the_other_takes_over_with_the_same_addresses() -> Result<()> {
+    let cluster = Cluster::any().await?;
+    let (first_site, second_site) = (Site::new(&cluster)?, Site::new(&cluster)?);
+    let mut first = first_site.start().await?;
+    let before = serve(&cluster, &mut first, &["c", "a", "b"]).await?;
+    assert!(holds(&first) && !told(&first, "LeaseUnavailable"), "{:?}", first.notices());
+    let mut second = second_site.start().await?;
+    until(&mut second, "the second agent waits", waits).await?;
+    assert!(told(&second, "LeaseHeldByOther"));
+    // For several times as long as the Lease is valid the second does nothing, while the first goes on.
+    for _ in 0..10 {
+        first.run_for(Duration::from_millis(150)).await;
+        second.run_for(Duration::from_millis(150)).await;
+    }
+    assert!(holds(&first) && waits(&second));
+    assert!(second.plans().is_empty() && second.record().entries.is_empty(), "it acts: {:?}", second.plan());
+    assert_eq!(second.status_writes(), 0);
+    first.save()?;
+    drop(first);
+    let begun = Instant::now();
+    until(&mut second, "the second agent takes over", |agent| holds(agent) && services(agent.plan()).len() == 3)
+        .await?;
+    assert!(begun.elapsed() > Duration::from_millis(700), "the Lease was still valid: {:?}", begun.elapsed());
+    assert!(!second.plan().quiet && !told(&second, "LeaseHeldByOther"));
+    for (name, address_before) in &before {
+        assert_eq!(address(&second, &cluster, name), *address_before);
+    }
+    second.run_for(Duration::from_millis(300)).await;
+    assert_eq!((second.status_writes(), addresses(&cluster).await?), (0, before.clone()));
+    // The first comes back, and waits.
+    let mut first = first_site.start().await?;
+    for _ in 0..8 {
+        first.run_for(Duration::from_millis(100)).await;
+        second.run_for(Duration::from_millis(100)).await;
+    }
+    assert!(waits(&first) && holds(&second));
+    assert!(first.plan().quiet, "it still announces");
+    assert_eq!(services(first.plan()), ["a", "b", "c"], "what still arrives is not forwarded");
+    assert_eq!(first.status_writes(), 0);
+    drop((first, second));
+    finish(cluster, &first_site).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn b59_losing_the_api_withdraws_nothing_and_nobody_takes_over() -> Result<()> {
+    let mut cluster = Cluster::test(apiserver::Options::default()).await?;
+    let (first_site, second_site) = (Site::new(&cluster)?, Site::new(&cluster)?);
+    let mut first = first_site.start().await?;
+    serve(&cluster, &mut first, &["a", "b"]).await?;
+    let mut second = second_site.start().await?;
+    until(&mut second, "the second agent waits", waits).await?;
+    let plans = first.plans().len();
+    cluster.server_mut()?.go_away();
+    until(&mut first, "the API is missed", |agent| agent.sources()[0].state == "away").await?;
+    for _ in 0..10 {
+        first.run_for(Duration::from_millis(150)).await;
+        second.run_for(Duration::from_millis(150)).await;
+    }
+    assert_eq!(first.plans().len(), plans, "the maps were changed");
+    assert_eq!(services(first.plan()), ["a", "b"]);
+    cluster.server_mut()?.come_back().await?;
+    // Neither was there to renew or to watch the Lease: the second must not take its silence for an end.
+    for _ in 0..15 {
+        second.run_for(Duration::from_millis(20)).await;
+        first.run_for(Duration::from_millis(40)).await;
+    }
+    assert!(holds(&first) && waits(&second));
+    assert!(second.plans().is_empty() && !first.plan().quiet);
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn b36_the_clocks_of_others_neither_keep_nor_lose_a_lease() -> Result<()> {
+    let cluster = Cluster::any().await?;
+    let site = Site::new(&cluster)?;
+    let lease = |time: &str| {
+        json!({"apiVersion": "coordination.k8s.io/v1", "kind": "Lease",
+            "metadata": {"namespace": "lbd-system", "name": site.object()},
+            "spec": {"holderIdentity": "another", "leaseDurationSeconds": 1, "renewTime": time, "acquireTime": time}})
+    };
+    cluster.client.create(&lease("2001-01-01T00:00:00.000000Z")).await?;
+    let mut agent = site.start().await?;
+    // Renewed by a clock that is far behind, then by one that is far ahead.
+    for second in 0..12 {
+        let year = if second < 6 { 2001 } else { 2101 };
+        let renewed = lease(&format!("{year}-01-01T00:00:{second:02}.000000Z"));
+        cluster.client.patch("Lease", "lbd-system", &site.object(), &renewed).await?;
+        agent.run_for(Duration::from_millis(250)).await;
+        assert!(!holds(&agent), "taken from a holder that renews it");
+    }
+    assert!(waits(&agent));
+    // Whatever the clock says, what is not renewed runs out.
+    until(&mut agent, "taken over", holds).await?;
+    let found = cluster.client.get("Lease", "lbd-system", &site.object()).await?;
+    assert_eq!(found["spec"]["leaseTransitions"], 1);
+    drop(agent);
+    finish(cluster, &site).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn b42_without_rights_in_lbd_system_services_are_served_and_the_right_is_named() -> Result<()> {
+    let cluster = Cluster::test(apiserver::Options::default()).await?;
+    let server = cluster.server()?;
+    server.deny("create leases", true);
+    server.deny("create configmaps", true);
+    let site = Site::new(&cluster)?;
+    let mut agent = site.start().await?;
+    serve(&cluster, &mut agent, &["a"]).await?;
+    let text = |reason: &str| {
+        let notices = agent.notices();
+        notices.iter().find(|notice| notice.reason == reason).map(|notice| notice.message.clone()).unwrap_or_default()
+    };
+    assert!(text("LeaseUnavailable").contains("create of leases.coordination.k8s.io"), "{:?}", agent.notices());
+    assert!(text("RecordForbidden").contains("create of configmaps"), "{:?}", agent.notices());
+    server.deny("create leases", false);
+    server.deny("create configmaps", false);
+    until(&mut agent, "both are there", |agent| holds(agent) && agent.notices().is_empty()).await?;
+    assert!(site.record(&cluster).await?["tenant.a"].ends_with("/a\n"));
+    Ok(())
+}
+
+// ---- the record ----
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_record_is_in_the_cluster_before_an_address_is_published() -> Result<()> {
+    let cluster = Cluster::test(apiserver::Options::default()).await?;
+    let site = Site::new(&cluster)?;
+    let mut agent = site.start().await?;
+    serve(&cluster, &mut agent, &["a"]).await?;
+    let server = cluster.server()?;
+    server.clear_requests();
+    server.fault("update", "/configmaps/", 1, Action::Delay(Duration::from_millis(300)));
+    serve(&cluster, &mut agent, &["b"]).await?;
+    let requests = server.requests();
+    let place = |verb: &str, path: &str| {
+        requests.iter().position(|entry| entry.verb == verb && entry.path.contains(path)).context("no such request")
+    };
+    let (kept, published) = (place("update", "/configmaps/")?, place("patch", "/services/b/status")?);
+    assert!(kept < published);
+    assert!(requests[published].at.duration_since(requests[kept].at) >= Duration::from_millis(300));
+    // A record that cannot be written there for now is on disk, and nobody waits; later it is written.
+    server.fault("update", "/configmaps/", u32::MAX, Action::status(503, "ServiceUnavailable"));
+    let shown = serve(&cluster, &mut agent, &["c"]).await?;
+    until(&mut agent, "told", |agent| told(agent, "RecordNotSaved")).await?;
+    assert!(!site.record(&cluster).await?["tenant.a"].contains("/c\n"));
+    let on_disk = std::fs::read_to_string(site.state("addresses.json"))?;
+    assert!(on_disk.contains(&shown["c"]), "{on_disk}");
+    server.clear_faults();
+    until(&mut agent, "it is written", |agent| agent.notices().is_empty()).await?;
+    assert!(site.record(&cluster).await?["tenant.a"].contains("/c\n"));
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lost_state_directory_keeps_every_vip() -> Result<()> {
+    let cluster = Cluster::any().await?;
+    let site = Site::new(&cluster)?;
+    let mut agent = site.start().await?;
+    let mut before = serve(&cluster, &mut agent, &["e", "d", "c"]).await?;
+    cluster.client.delete("Service", &cluster.namespace, "e").await?;
+    until(&mut agent, "it is gone", |agent| address(agent, &cluster, "e").is_empty()).await?;
+    before.remove("e");
+    agent.run_for(Duration::from_millis(200)).await;
+    drop(agent);
+    std::fs::remove_dir_all(site.directory.path().join("state"))?;
+    // Not the status is what they are known by.
+    let cleared = json!({"status": {"loadBalancer": null}});
+    for name in before.keys() {
+        cluster.client.patch_status("Service", &cluster.namespace, name, "other", &cleared).await?;
+    }
+    let mut agent = site.start().await?;
+    let after = serve(&cluster, &mut agent, &["a"]).await?;
+    until(&mut agent, "all have an address again", |agent| services(agent.plan()).len() == 3).await?;
+    for (name, address_before) in &before {
+        assert_eq!(address(&agent, &cluster, name), *address_before, "{name} moved");
+    }
+    // What was freed is still reserved for its name.
+    assert_eq!(agent.record().entries.len(), 4, "{:?}", agent.record());
+    assert!(!before.values().any(|address| *address == after["a"]));
+    drop(agent);
+    finish(cluster, &site).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lost_config_map_keeps_every_vip_and_comes_back() -> Result<()> {
+    let cluster = Cluster::any().await?;
+    let site = Site::new(&cluster)?;
+    let mut agent = site.start().await?;
+    let before = serve(&cluster, &mut agent, &["c", "b", "a"]).await?;
+    let kept = site.record(&cluster).await?;
+    drop(agent);
+    cluster.client.delete("ConfigMap", "lbd-system", &site.object()).await?;
+    let mut agent = site.start().await?;
+    until(&mut agent, "all are served", |agent| holds(agent) && services(agent.plan()).len() == 3).await?;
+    let end = Instant::now() + LIMIT;
+    while site.record(&cluster).await.is_err() {
+        ensure!(Instant::now() < end, "the ConfigMap does not come back: {:?}", agent.notices());
+        agent.step(Duration::from_millis(20)).await;
+    }
+    assert_eq!(site.record(&cluster).await?["tenant.a"], kept["tenant.a"]);
+    assert_eq!((agent.status_writes(), addresses(&cluster).await?), (0, before));
+    drop(agent);
+    finish(cluster, &site).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn with_both_lost_statuses_are_honoured_before_anything_is_given_out() -> Result<()> {
+    let cluster = Cluster::any().await?;
+    let site = Site::new(&cluster)?;
+    // The oldest has none; the next two claim the same; the youngest one that is nobody's.
+    for (name, shown) in
+        [("oldest", None), ("first", Some("192.0.2.32")), ("twin", Some("192.0.2.32")), ("last", Some("192.0.2.33"))]
+    {
+        cluster.client.create(&load_balancer(&cluster, name, 0).1).await?;
+        if let Some(shown) = shown {
+            let status = json!({"status": {"loadBalancer": {"ingress": [{"ip": shown}]}}});
+            cluster.client.patch_status("Service", &cluster.namespace, name, "lbd", &status).await?;
+        }
+        // `creationTimestamp` has whole seconds.
+        tokio::time::sleep(Duration::from_millis(1100)).await;
+    }
+    let mut agent = site.start().await?;
+    until(&mut agent, "the oldest has one", |agent| !address(agent, &cluster, "oldest").is_empty()).await?;
+    assert_eq!(address(&agent, &cluster, "first"), "192.0.2.32");
+    assert_eq!(address(&agent, &cluster, "last"), "192.0.2.33");
+    assert_eq!(address(&agent, &cluster, "oldest"), "192.0.2.34");
+    // Who comes second to an address has a foreign one.
+    assert!(told(&agent, "ForeignAddress") && address(&agent, &cluster, "twin").is_empty());
+    drop(agent);
+    finish(cluster, &site).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_broken_config_map_loses_no_address_and_is_put_right() -> Result<()> {
+    let cluster = Cluster::any().await?;
+    let site = Site::new(&cluster)?;
+    let mut agent = site.start().await?;
+    let before = serve(&cluster, &mut agent, &["b", "a"]).await?;
+    drop(agent);
+    let good = site.record(&cluster).await?;
+    for broken in [
+        json!({"data": {"generation": "18446744073709551615", "tenant.a": "\u{0}\u{ff} ../.. freed\n192.0.2.1 x/y\n"}}),
+        json!({"data": {"generation": null, "tenant.a": null}}),
+        json!({"data": {"generation": "999999999", "tenant.a": "192.0.2.40 no-such/service\n192.0.2.1 no-such/gateway\n"}}),
+    ] {
+        cluster.client.patch("ConfigMap", "lbd-system", &site.object(), &broken).await?;
+        let mut agent = site.start().await?;
+        until(&mut agent, "served", |agent| {
+            holds(agent) && happened(agent, "RecordDamaged") | happened(agent, "RecordImplausible")
+        })
+        .await?;
+        for (name, address_before) in &before {
+            assert_eq!(address(&agent, &cluster, name), *address_before);
+        }
+        let end = Instant::now() + LIMIT;
+        loop {
+            let kept = site.record(&cluster).await?;
+            let all = good["tenant.a"].lines().all(|line| kept.get("tenant.a").is_some_and(|text| text.contains(line)));
+            if all && kept["generation"].parse::<u64>()? == agent.record().generation {
+                assert!(!kept["tenant.a"].contains("192.0.2.1 "), "the gateway is in the record: {kept:?}");
+                break;
+            }
+            ensure!(Instant::now() < end, "it stays broken: {kept:?}");
+            agent.step(Duration::from_millis(20)).await;
+        }
+        agent.run_for(Duration::from_millis(100)).await;
+        assert_eq!(agent.status_writes(), 0);
+        assert_eq!(services(agent.plan()).len(), 2);
+    }
+    assert_eq!(addresses(&cluster).await?, before);
+    finish(cluster, &site).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn b08_a_record_that_somebody_else_writes_is_read_again_and_replaced() -> Result<()> {
+    let cluster = Cluster::any().await?;
+    let site = Site::new(&cluster)?;
+    let mut agent = site.start().await?;
+    serve(&cluster, &mut agent, &["a"]).await?;
+    let foreign = json!({"data": {"generation": "1000", "tenant.a": "192.0.2.47 other/thing\n"}});
+    cluster.client.patch("ConfigMap", "lbd-system", &site.object(), &foreign).await?;
+    serve(&cluster, &mut agent, &["b"]).await?;
+    until(&mut agent, "told", |agent| happened(agent, "RecordContended")).await?;
+    let kept = site.record(&cluster).await?;
+    assert!(kept["generation"].parse::<u64>()? > 1000, "{kept:?}");
+    assert_eq!(kept["tenant.a"].lines().count(), 2, "{kept:?}");
+    drop(agent);
+    finish(cluster, &site).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_restored_cluster_backup_keeps_every_vip() -> Result<()> {
+    let mut cluster = Cluster::test(apiserver::Options::default()).await?;
+    let site = Site::new(&cluster)?;
+    let mut agent = site.start().await?;
+    serve(&cluster, &mut agent, &["e", "d", "c"]).await?;
+    let backup = cluster.server()?.backup();
+    // After the backup: one goes, two come, one is made anew.
+    cluster.client.delete("Service", &cluster.namespace, "e").await?;
+    cluster.client.delete("Service", &cluster.namespace, "d").await?;
+    let latest = serve(&cluster, &mut agent, &["d", "b", "a"]).await?;
+    agent.run_for(Duration::from_millis(200)).await;
+    let (record, plans) = (agent.record().clone(), agent.plans().len());
+    cluster.server_mut()?.go_away();
+    cluster.server()?.restore(&backup);
+    cluster.server_mut()?.come_back().await?;
+    // At first the last state stays.
+    until(&mut agent, "it is noticed", |agent| {
+        agent.sources()[0].error.as_ref().is_some_and(|error| error.contains("back in time"))
+    })
+    .await?;
+    assert_eq!(agent.plans().len(), plans, "acted on a server that went back in time");
+    until(&mut agent, "the backup is in force", |agent| services(agent.plan()) == ["c", "d", "e"]).await?;
+    let address_of = |name: &str| {
+        let entry = record.entries.iter().find(|entry| entry.service.name == name);
+        entry.map(|entry| entry.address.to_string()).unwrap_or_default()
+    };
+    for name in ["c", "d", "e"] {
+        assert_eq!(address(&agent, &cluster, name), address_of(name), "{name} moved");
+    }
+    // Those that are lost are reserved, and have them again.
+    let again = serve(&cluster, &mut agent, &["a", "b"]).await?;
+    assert_eq!((&again["a"], &again["b"]), (&latest["a"], &latest["b"]));
+    let end = Instant::now() + LIMIT;
+    while site.record(&cluster).await?["generation"].parse::<u64>()? != agent.record().generation {
+        ensure!(Instant::now() < end, "the older record stays: {:?}", agent.notices());
+        agent.step(Duration::from_millis(20)).await;
+    }
+    Ok(())
+}
