@@ -2,6 +2,7 @@
 
 pub mod apiserver;
 pub mod bench;
+pub mod bench_control;
 pub mod bench_flows;
 pub mod datapath;
 pub mod driver;

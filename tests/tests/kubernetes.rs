@@ -403,8 +403,13 @@ async fn b42_without_the_right_to_see_slices_everything_else_works() -> Result<(
 #[tokio::test(flavor = "multi_thread")]
 async fn b42_missing_rights_are_named_by_a_check() -> Result<()> {
     let cluster = Cluster::test(apiserver::Options::default()).await?;
-    let settings =
-        config::Kubernetes { kubeconfig: cluster.kubeconfig().into(), allow_insecure: false, max_blind: None };
+    let text = format!(
+        "version: 1\nhubs: [{{ name: hub, interface: hub0, kubernetes: {{ kubeconfig: {} }} }}]\ntenants:\n  - name: a\n    segment: {{ \
+         interface: ten0 }}\n    pools: [192.0.2.32/28]\n    claim: [{{ namespaces: [{}] }}]\n",
+        cluster.kubeconfig().display(),
+        cluster.namespace
+    );
+    let settings = config::parse(&text, "lbd.yaml").map_err(|error| anyhow::anyhow!(error.report()))?;
     assert_eq!(check(&settings).await?, []);
     let server = cluster.server()?;
     server.deny("watch nodes", true);

@@ -85,7 +85,10 @@ fn main() -> Result<ExitCode> {
         }
         Task::Bench(arguments) => {
             build::bpf(arguments.consent)?;
-            build::host(&["--package", "lbd-tests", "--package", "lbd", "--bin", "lbd-bench", "--bin", "lbd"], true)?;
+            build::host(&["--package", "lbd-tests", "--package", "lbd", "--bins"], true)?;
+            if arguments.what == "control" {
+                packages::programs(arguments.consent, packages::CONTROL)?;
+            }
             let json = arguments.json.map(std::path::absolute).transpose()?;
             return become_root("lbd-bench", true, |command| {
                 command.arg(&arguments.what);

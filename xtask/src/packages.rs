@@ -17,6 +17,8 @@ use crate::{
 
 /// Programs that the lab, the demo and the suites run, and the Debian package of each.
 pub(crate) const LAB: &[(&str, &str)] = &[("ip", "iproute2"), ("ethtool", "ethtool")];
+/// Programs of the benchmark of the control plane, and the Debian packages that have them.
+pub(crate) const CONTROL: &[(&str, &str)] = &[("ip", "iproute2"), ("ethtool", "ethtool"), ("nft", "nftables")];
 
 /// Says what is needed and why; asks on a terminal unless `--yes` was given.
 pub(crate) fn agree(consent: Consent, need: &str) -> Result<()> {

@@ -26,9 +26,7 @@ pub(super) fn run(path: &Path) -> u8 {
         return complain(&mistakes.join("\n"), USAGE);
     }
     let mut problems = dataplane::preflight(&config);
-    if let Some(settings) = &config.hub.kubernetes {
-        problems.extend(cluster(settings));
-    }
+    problems.extend(cluster(&config));
     let memory = dataplane::map_memory(&config, possible_cpus());
     let printed = say(&report(path, &misfits, &problems, &memory));
     if printed != DONE {
@@ -41,14 +39,15 @@ pub(super) fn run(path: &Path) -> u8 {
 }
 
 /// What the hub's cluster thinks of us.
-fn cluster(settings: &config::Kubernetes) -> Vec<Problem> {
+fn cluster(config: &config::Config) -> Vec<Problem> {
+    let Some(settings) = &config.hub.kubernetes else { return Vec::new() };
     let subject = settings.kubeconfig.display().to_string();
     let problem = |fatal, message| Problem { fatal, subject: subject.clone(), message };
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => return vec![problem(true, format!("no runtime to ask the cluster with: {error}"))],
     };
-    match runtime.block_on(kubernetes::check(settings)) {
+    match runtime.block_on(kubernetes::check(config)) {
         Ok(findings) => findings.into_iter().map(|finding| problem(finding.fatal, finding.message)).collect(),
         Err(error) => vec![problem(true, error.to_string())],
     }

@@ -16,6 +16,7 @@ use crate::flows::whois::Question;
 use crate::flows::{By, Endpoint, Filter, State};
 use crate::lbctl::{self, LbctlError, Output, Place};
 use crate::source::ObjectName;
+use crate::source::kubernetes::rights;
 
 mod check;
 mod detach;
@@ -55,6 +56,10 @@ enum LbdCommand {
     Run(RunArgs),
     /// Validate the configuration file and the host; changes nothing.
     Check(CheckArgs),
+    /// Print the Kubernetes manifests that grant this configuration's agent what it asks for, and nothing else.
+    ///
+    /// For `kubectl apply -f -`. To be repeated when claims or pools change.
+    Rbac(CheckArgs),
     /// Remove programs, pins and announcements from this host: connections through lbd end.
     ///
     /// Works from what is pinned; needs no agent. Stop the agent first.
@@ -374,6 +379,7 @@ fn run(arguments: &[OsString]) -> u8 {
     match command {
         Ok(LbdCommand::Run(arguments)) => run_agent(&arguments),
         Ok(LbdCommand::Check(arguments)) => check::run(&arguments.config),
+        Ok(LbdCommand::Rbac(arguments)) => rbac(&arguments.config),
         Ok(LbdCommand::Detach(arguments)) => detach::run(arguments.config.as_deref(), arguments.bpffs.as_deref()),
         Ok(LbdCommand::Rollback(arguments)) => {
             rollback::run(arguments.config.as_deref(), arguments.bpffs.as_deref(), arguments.discard)
@@ -420,6 +426,17 @@ fn run_agent(arguments: &RunArgs) -> u8 {
         Err(AgentError::Config(error)) => complain(&error.report(), USAGE),
         Err(error @ AgentError::Misfit(_)) => complain(&error.to_string(), USAGE),
         Err(error) => complain(&error.to_string(), FAILED),
+    }
+}
+
+fn rbac(path: &Path) -> u8 {
+    match crate::config::load(path) {
+        Ok(config) if config.hub.kubernetes.is_none() => complain(
+            &format!("{}: the hub has no `kubernetes`: there is nothing to be allowed", path.display()),
+            FAILED,
+        ),
+        Ok(config) => say(&rights::manifests(&config)),
+        Err(error) => complain(&error.report(), USAGE),
     }
 }
 

@@ -1,4 +1,4 @@
-//! lbd's benchmarks, as ratios within one run: `lbd-bench datapath|flows [--case NAME] [--json FILE]`.
+//! lbd's benchmarks, as ratios within one run: `lbd-bench datapath|flows|control [--case NAME] [--json FILE]`.
 use std::fmt::Display;
 use std::path::PathBuf;
 
@@ -27,12 +27,15 @@ enum What {
     Datapath,
     /// `lbctl flows` over a million flows.
     Flows,
+    /// From a change in the cluster to the maps.
+    Control,
 }
 
 fn main() -> Result<()> {
     let arguments = Arguments::parse();
     let report: Box<dyn Report> = match arguments.what {
         What::Datapath => Box::new(lbd_tests::bench::datapath(&arguments.case)?),
+        What::Control => Box::new(lbd_tests::bench_control::control()?),
         What::Flows => {
             let lbd = match arguments.lbd {
                 Some(lbd) => lbd,

@@ -5,37 +5,13 @@ use std::time::Duration;
 use http::Request;
 use serde_json::{Value, json};
 
-use super::NAMESPACE;
 use super::access::{Access, SourceError};
 use super::follow::describe;
-use crate::config;
+use super::rights::{self, RIGHTS};
+use crate::config::Config;
 
 /// Limit for one question.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
-
-const NO_LEASE: &str = "Lease that keeps a second agent from giving out the same addresses";
-const NO_RECORD: &str = "record of addresses in the cluster, only the one on disk";
-
-/// Group, resource, subresource, verb, and what does not work without it.
-const RIGHTS: [(&str, &str, &str, &str, Option<&str>); 17] = [
-    ("", "services", "", "list", None),
-    ("", "services", "", "watch", None),
-    ("", "nodes", "", "list", None),
-    ("", "nodes", "", "watch", None),
-    ("", "namespaces", "", "list", None),
-    ("", "namespaces", "", "watch", None),
-    ("discovery.k8s.io", "endpointslices", "", "list", Some("backends that are endpoints")),
-    ("discovery.k8s.io", "endpointslices", "", "watch", Some("backends that are endpoints")),
-    ("", "services", "status", "patch", Some("addresses in the status of Services")),
-    ("", "events", "", "create", Some("Warning Events")),
-    ("", "events", "", "patch", Some("Warning Events")),
-    ("coordination.k8s.io", "leases", "", "get", Some(NO_LEASE)),
-    ("coordination.k8s.io", "leases", "", "create", Some(NO_LEASE)),
-    ("coordination.k8s.io", "leases", "", "update", Some(NO_LEASE)),
-    ("", "configmaps", "", "get", Some(NO_RECORD)),
-    ("", "configmaps", "", "create", Some(NO_RECORD)),
-    ("", "configmaps", "", "update", Some(NO_RECORD)),
-];
 
 /// Something that is not as it should be.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -46,35 +22,40 @@ pub struct Finding {
     pub message: String,
 }
 
-/// Checks the kubeconfig, the server and the rights of the account. Changes nothing.
-pub async fn check(settings: &config::Kubernetes) -> Result<Vec<Finding>, SourceError> {
+/// Checks the kubeconfig, the server and the rights of the account, as this configuration needs them. Changes nothing. A configuration
+/// without a cluster has nothing to check.
+pub async fn check(config: &Config) -> Result<Vec<Finding>, SourceError> {
+    let Some(settings) = &config.hub.kubernetes else { return Ok(Vec::new()) };
     let access = Access::open(settings)?;
     let mut findings = Vec::new();
-    for (group, resource, subresource, verb, without) in RIGHTS {
-        let mut attributes = json!({"group": group, "resource": resource, "subresource": subresource, "verb": verb});
-        let own = matches!(resource, "leases" | "configmaps");
-        if own {
-            attributes["namespace"] = json!(NAMESPACE);
-        }
-        let review = json!({"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview",
-            "spec": {"resourceAttributes": attributes}});
-        let answer = match ask(&access, &review).await {
-            Ok(answer) => answer,
-            Err(error) => {
-                // The agent starts without the server too, so this is no reason to refuse.
-                let message = format!("the rights of the account cannot be asked for: {error}");
-                findings.push(Finding { fatal: false, message });
-                break;
-            }
-        };
-        if answer["status"]["allowed"] != true {
-            let place = if own { format!(" in namespace {NAMESPACE}") } else { String::new() };
-            let name = if subresource.is_empty() { resource.to_owned() } else { format!("{resource}/{subresource}") };
-            let message = match without {
-                None => format!("the account may not {verb} {name}: nothing works without it; apply deploy/rbac.yaml"),
-                Some(what) => format!("the account may not {verb} {name}{place}: no {what}; apply deploy/rbac.yaml"),
+    for right in RIGHTS {
+        let (resource, subresource) = right.resource.split_once('/').unwrap_or((right.resource, ""));
+        let places = rights::places(config, right.reach);
+        let places: Vec<_> = places.map_or_else(|| vec![""], |places| places.into_iter().collect());
+        for namespace in places {
+            let attributes = json!({"group": right.group, "resource": resource, "subresource": subresource,
+                "verb": right.verb, "namespace": namespace});
+            let review = json!({"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview",
+                "spec": {"resourceAttributes": attributes}});
+            let answer = match ask(&access, &review).await {
+                Ok(answer) => answer,
+                Err(error) => {
+                    // The agent starts without the server too, so this is no reason to refuse.
+                    let message = format!("the rights of the account cannot be asked for: {error}");
+                    findings.push(Finding { fatal: false, message });
+                    return Ok(findings);
+                }
             };
-            findings.push(Finding { fatal: without.is_none(), message });
+            if answer["status"]["allowed"] != true {
+                let place = if namespace.is_empty() { String::new() } else { format!(" in namespace {namespace}") };
+                let without =
+                    right.without.map_or_else(|| "nothing works without it".to_owned(), |what| format!("no {what}"));
+                let message = format!(
+                    "the account may not {} {}{place}: {without}; apply what `lbd rbac` prints",
+                    right.verb, right.resource
+                );
+                findings.push(Finding { fatal: right.without.is_none(), message });
+            }
         }
     }
     Ok(findings)

@@ -7,6 +7,7 @@ pub(crate) mod convert;
 mod follow;
 mod lease;
 mod record;
+pub mod rights;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
