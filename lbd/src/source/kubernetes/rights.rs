@@ -320,3 +320,191 @@ fn pools(tenant: &Tenant) -> String {
 fn quoted(text: &str) -> String {
     serde_json::Value::from(text).to_string()
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use cel::extractors::This;
+    use cel::{Context, Program, Value as Cel};
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    const NAMED: &str = "[{ namespaces: [clusters-a, clusters-b] }]";
+    const BY_LABELS: &str = "[{ namespace_selector: { matchLabels: { hosted: 'true' } } }, { namespaces: [shared], service_selector: { matchLabels: { tenant: a } } }]";
+
+    fn config(claim: &str) -> Config {
+        let text = format!(
+            "version: 1\nhubs: [{{ name: My.Hub, interface: hub0, kubernetes: {{ kubeconfig: /k }} }}]\ntenants:\n  - name: a\n    segment: \
+             {{ interface: ten0 }}\n    pools: [192.0.2.32-192.0.2.35, '2001:db8::/120']\n    claim: {claim}\n  - name: b\n    segment: {{ \
+             interface: ten1 }}\n    pools: [198.51.100.0/28]\n    claim: [{{ namespaces: [clusters-c] }}]\n"
+        );
+        crate::config::parse(&text, "test").unwrap()
+    }
+
+    fn documents(claim: &str) -> Vec<Value> {
+        manifests(&config(claim)).split("---\n").map(|text| serde_saphyr::from_str(text).unwrap()).collect()
+    }
+
+    fn of_kind<'a>(documents: &'a [Value], kind: &str) -> Vec<&'a Value> {
+        documents.iter().filter(|document| document["kind"] == kind).collect()
+    }
+
+    #[test]
+    fn named_namespaces_are_bound_one_by_one() {
+        let all = documents(NAMED);
+        let bound: Vec<_> = of_kind(&all, "RoleBinding")
+            .into_iter()
+            .map(|binding| {
+                (binding["metadata"]["namespace"].as_str().unwrap(), binding["roleRef"]["name"].as_str().unwrap())
+            })
+            .collect();
+        assert_eq!(
+            bound,
+            [
+                ("lbd-system", "lbd"),
+                ("clusters-a", "lbd-services"),
+                ("clusters-b", "lbd-services"),
+                ("clusters-c", "lbd-services")
+            ]
+        );
+        let everywhere = of_kind(&all, "ClusterRoleBinding");
+        assert_eq!(everywhere.len(), 1);
+        assert_eq!(everywhere[0]["roleRef"]["name"], "lbd");
+        let reading = &of_kind(&all, "ClusterRole")[0]["rules"];
+        for rule in reading.as_array().unwrap() {
+            assert_eq!(rule["verbs"], json!(["list", "watch"]), "{rule}");
+        }
+    }
+
+    #[test]
+    fn claims_by_label_need_the_right_everywhere() {
+        let all = documents(BY_LABELS);
+        let everywhere: Vec<_> =
+            of_kind(&all, "ClusterRoleBinding").into_iter().map(|binding| binding["roleRef"]["name"].clone()).collect();
+        assert_eq!(everywhere, ["lbd", "lbd-services"]);
+        assert_eq!(of_kind(&all, "RoleBinding").len(), 1);
+    }
+
+    #[test]
+    fn our_own_objects_are_named() {
+        let all = documents(NAMED);
+        let rules = of_kind(&all, "Role")[0]["rules"].clone();
+        for rule in rules.as_array().unwrap() {
+            let names = if rule["verbs"] == json!(["create"]) { Value::Null } else { json!(["lbd-my-hub"]) };
+            assert_eq!(rule.get("resourceNames").cloned().unwrap_or_default(), names, "{rule}");
+        }
+    }
+
+    #[test]
+    fn without_claims_nothing_may_be_written_to_services() {
+        let text = "version: 1\nhubs: [{ name: hub, interface: hub0, kubernetes: { kubeconfig: /k } }]\ntenants:\n  - name: a\n    segment: { \
+                    interface: ten0 }\n    pools: [192.0.2.32/28]\n";
+        let text = manifests(&crate::config::parse(text, "test").unwrap());
+        assert!(!text.contains("services/status") && !text.contains("events"), "{text}");
+    }
+
+    /// Whether the policy lets the account make `object` of `old`.
+    fn admits(claim: &str, namespace: &Value, old: &Value, object: &Value) -> bool {
+        let all = documents(claim);
+        let policy = of_kind(&all, "ValidatingAdmissionPolicy")[0]["spec"].clone();
+        let mut context = Context::default();
+        context.add_function("cidr", |text: std::sync::Arc<String>| text).unwrap();
+        context
+            .add_function("containsIP", |This(net): This<std::sync::Arc<String>>, address: std::sync::Arc<String>| {
+                net.parse::<ipnet::IpNet>().unwrap().contains(&address.parse::<IpAddr>().unwrap())
+            })
+            .unwrap();
+        let request = json!({"namespace": namespace["metadata"]["name"],
+            "userInfo": {"username": "system:serviceaccount:lbd-system:lbd"}});
+        for (name, value) in
+            [("request", &request), ("object", object), ("oldObject", old), ("namespaceObject", namespace)]
+        {
+            context.add_variable(name, value).unwrap();
+        }
+        let run = |context: &Context, expression: &Value| {
+            let text = expression.as_str().unwrap();
+            Program::compile(text)
+                .unwrap_or_else(|error| panic!("{text}: {error}"))
+                .execute(context)
+                .unwrap_or_else(|error| panic!("{text}: {error}"))
+        };
+        assert_eq!(run(&context, &policy["matchConditions"][0]["expression"]), Cel::Bool(true));
+        let mut variables: HashMap<String, Cel> = HashMap::new();
+        for variable in policy["variables"].as_array().unwrap() {
+            context.add_variable_from_value("variables", variables.clone());
+            variables.insert(variable["name"].as_str().unwrap().to_owned(), run(&context, &variable["expression"]));
+        }
+        context.add_variable_from_value("variables", variables);
+        policy["validations"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .all(|rule| run(&context, &rule["expression"]) == Cel::Bool(true))
+    }
+
+    fn namespace(name: &str, labels: &Value) -> Value {
+        json!({"metadata": {"name": name, "labels": labels}})
+    }
+
+    fn service(labels: &Value, ingress: &Value, conditions: &Value) -> Value {
+        json!({"metadata": {"name": "s", "labels": labels},
+            "status": {"loadBalancer": {"ingress": ingress}, "conditions": conditions}})
+    }
+
+    #[test]
+    fn the_policy_admits_addresses_of_the_pools_only() {
+        let place = namespace("clusters-a", &json!({}));
+        let old = json!({"metadata": {"name": "s"}, "status": {"loadBalancer": {}}});
+        let with =
+            |ingress: Value| json!({"metadata": {"name": "s"}, "status": {"loadBalancer": {"ingress": ingress}}});
+        for (ingress, admitted) in [
+            (json!([{"ip": "192.0.2.32"}]), true),
+            (json!([{"ip": "192.0.2.35"}, {"ip": "2001:db8::7f"}]), true),
+            (json!([{"ip": "192.0.2.36"}]), false),
+            (json!([{"ip": "198.51.100.1"}]), false),
+            (json!([{"ip": "192.0.2.32"}, {"ip": "10.0.0.1"}]), false),
+            (json!([{"hostname": "evil.example"}]), false),
+        ] {
+            assert_eq!(admits(NAMED, &place, &old, &with(ingress.clone())), admitted, "{ingress}");
+        }
+        // Cleared, or left as it was.
+        assert!(admits(NAMED, &place, &with(json!([{"ip": "192.0.2.32"}])), &old));
+        let foreign = with(json!([{"ip": "203.0.113.1"}]));
+        assert!(admits(NAMED, &place, &foreign, &foreign));
+        // Another tenant's namespace, and nobody's.
+        let ours = with(json!([{"ip": "192.0.2.32"}]));
+        assert!(!admits(NAMED, &namespace("clusters-c", &json!({})), &old, &ours));
+        assert!(!admits(NAMED, &namespace("kube-system", &json!({})), &old, &ours));
+    }
+
+    #[test]
+    fn the_policy_reads_labels_as_claims_do() {
+        let none = json!({});
+        let old = json!({"metadata": {"name": "s"}});
+        let ours = |labels: &Value| json!({"metadata": {"name": "s", "labels": labels}, "status": {"loadBalancer": {"ingress": [{"ip": "192.0.2.32"}]}}});
+        let labelled = |labels: &Value| json!({"metadata": {"name": "s", "labels": labels}});
+        assert!(admits(BY_LABELS, &namespace("any", &json!({"hosted": "true"})), &labelled(&none), &ours(&none)));
+        assert!(!admits(BY_LABELS, &namespace("any", &json!({"hosted": "false"})), &labelled(&none), &ours(&none)));
+        assert!(!admits(BY_LABELS, &namespace("any", &none), &old, &ours(&none)));
+        let labels = json!({"tenant": "a"});
+        assert!(admits(BY_LABELS, &namespace("shared", &none), &labelled(&labels), &ours(&labels)));
+        assert!(!admits(BY_LABELS, &namespace("shared", &none), &labelled(&none), &ours(&none)));
+    }
+
+    #[test]
+    fn the_policy_keeps_other_conditions_and_all_metadata() {
+        let place = namespace("clusters-a", &json!({}));
+        let (labels, ingress) = (json!({"app": "x"}), json!([{"ip": "192.0.2.32"}]));
+        let theirs = json!({"type": "Theirs", "status": "True"});
+        let ours = json!({"type": PROGRAMMED, "status": "True"});
+        let old = service(&labels, &ingress, &json!([theirs]));
+        assert!(admits(NAMED, &place, &old, &service(&labels, &ingress, &json!([theirs, ours]))));
+        assert!(!admits(NAMED, &place, &old, &service(&labels, &ingress, &json!([ours]))));
+        assert!(!admits(NAMED, &place, &old, &service(&json!({"app": "y"}), &ingress, &json!([theirs]))));
+        let mut finalized = old.clone();
+        finalized["metadata"]["finalizers"] = json!(["x/y"]);
+        assert!(!admits(NAMED, &place, &old, &finalized));
+    }
+}
