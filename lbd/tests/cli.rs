@@ -186,3 +186,20 @@ fn detach_from_a_place_that_is_no_bpffs() {
     assert_eq!(code(&output), 1, "{output:?}");
     assert!(stderr(&output).contains("is not a BPF file system"), "{output:?}");
 }
+
+#[test]
+fn the_sample_of_rights_is_what_the_sample_file_needs() {
+    let deploy = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy");
+    let output = lbd(&["rbac", "--config", &deploy.join("lbd.yaml").display().to_string()]);
+    assert_eq!(code(&output), 0, "{}", stderr(&output));
+    let sample = fs::read_to_string(deploy.join("rbac.yaml")).unwrap();
+    assert!(stdout(&output) == sample, "make it again: lbd rbac --config deploy/lbd.yaml > deploy/rbac.yaml");
+}
+
+#[test]
+fn rights_without_a_cluster_are_a_failure() {
+    let directory = tempfile::tempdir().unwrap();
+    let output = lbd(&["rbac", "--config", &write(directory.path(), CONFIG)]);
+    assert_eq!((code(&output), stdout(&output).as_str()), (1, ""));
+    assert!(stderr(&output).contains("has no `kubernetes`"), "{}", stderr(&output));
+}

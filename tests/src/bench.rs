@@ -360,10 +360,11 @@ impl Bed {
         }
         // Back to the CPU that the other cases run on.
         on_cpu(nix::sched::sched_getcpu()?)?;
-        if both && two == f64::MAX {
+        let two = (two < f64::MAX).then_some(two);
+        if both && two.is_none() {
             eprintln!("the two CPUs never began together: no figure for both");
         }
-        Ok((one, (two < f64::MAX).then_some(two)))
+        Ok((one, two))
     }
 
     /// Opens connections on `cpus` CPUs at once; nanoseconds for each on the slowest, or `None` if they did not meet.

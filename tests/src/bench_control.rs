@@ -149,9 +149,9 @@ impl Site {
         let nodes = lab.namespace("nodes")?;
         lab.plug(&hub, &nodes, "eth0", &Nic::new("10.32.0.11/16"))?;
         // One more than there are, to be added.
-        let addresses: String =
-            (0..=count).map(|number| format!("address add {}/16 dev eth0\n", node_address(number))).collect();
-        nodes.ip_batch(&addresses)?;
+        let addresses: Vec<_> =
+            (0..=count).map(|number| format!("address add {}/16 dev eth0", node_address(number))).collect();
+        nodes.ip_batch(&addresses.join("\n"))?;
         nodes.shell(
             "nft add table ip every && nft 'add chain ip every port { type nat hook prerouting priority dstnat; }' && nft add rule ip \
              every port tcp dport != 30000 redirect to :30000",
@@ -193,9 +193,9 @@ tenants:
         let begun = Instant::now();
         agent.start(&self.lab)?;
         let run = Run { site: self, agent, maps: self.lb.outside(format!("/sys/fs/bpf/lbd/v{}", abi::ABI_VERSION)) };
-        run.until("every Service is in the maps", || Ok(run.frontends()? == self.services as usize))?;
+        until("every Service is in the maps", || Ok(run.frontends()? == self.services as usize))?;
         let cold_start_ms = begun.elapsed().as_secs_f64() * 1e3;
-        run.until("every Service has its status", || run.all_written(&server))?;
+        until("every Service has its status", || run.all_written(&server))?;
         let client = server.client()?;
         let mut cases = vec![Case::of("nodeport_change", label, run.nodeport_changes(&client).await?)];
         let (removed, added) = run.node_changes(&client).await?;
@@ -233,24 +233,6 @@ impl Run<'_> {
     fn open(&self, name: &str) -> Result<MapData> {
         let path = self.maps.join(name);
         MapData::from_pin(&path).with_context(|| format!("cannot open {}", path.display()))
-    }
-
-    fn until(&self, what: &str, check: impl Fn() -> Result<bool>) -> Result<()> {
-        let end = Instant::now() + LIMIT;
-        while !check().unwrap_or(false) {
-            ensure!(Instant::now() < end, "did not happen within {LIMIT:?}: {what}; {:?}", check());
-            std::thread::sleep(Duration::from_millis(100));
-        }
-        Ok(())
-    }
-
-    /// Waits, without sleeping long, until something of the maps is so; milliseconds since `begun`.
-    fn since(&self, begun: Instant, what: &str, check: impl Fn() -> Result<bool>) -> Result<f64> {
-        while !check()? {
-            ensure!(begun.elapsed() < LIMIT, "not in the maps within {LIMIT:?}: {what}");
-            std::thread::sleep(Duration::from_micros(500));
-        }
-        Ok(begun.elapsed().as_secs_f64() * 1e3)
     }
 
     fn frontends(&self) -> Result<usize> {
@@ -346,7 +328,7 @@ impl Run<'_> {
             let before = self.map_writes()?;
             let begun = Instant::now();
             client.patch("Service", SERVICES, &service_name(number), &patch).await?;
-            let ms = self.since(begun, "the new NodePort", || {
+            let ms = since(begun, "the new NodePort", || {
                 Ok(self.frontend(number)?.is_some_and(|frontend| frontend.target_port_be == node_port.to_be()))
             })?;
             measured.push((ms, self.written_since(before)?));
@@ -366,12 +348,12 @@ impl Run<'_> {
             let before = self.map_writes()?;
             let begun = Instant::now();
             client.delete("Node", "", &format!("n{number}")).await?;
-            let ms = self.since(begun, "a node's end", || holds(false))?;
+            let ms = since(begun, "a node's end", || holds(false))?;
             removed.push((ms, self.written_since(before)?));
             let before = self.map_writes()?;
             let begun = Instant::now();
             client.create(&a_node(number)).await?;
-            let ms = self.since(begun, "a new node", || holds(true))?;
+            let ms = since(begun, "a new node", || holds(true))?;
             added.push((ms, self.written_since(before)?));
         }
         Ok((removed, added))
@@ -385,12 +367,12 @@ impl Run<'_> {
             let before = self.map_writes()?;
             let begun = Instant::now();
             client.create(&load_balancer(number)).await?;
-            let ms = self.since(begun, "a new Service", || Ok(self.frontend(number)?.is_some()))?;
+            let ms = since(begun, "a new Service", || Ok(self.frontend(number)?.is_some()))?;
             added.push((ms, self.written_since(before)?));
             let before = self.map_writes()?;
             let begun = Instant::now();
             client.delete("Service", SERVICES, &service_name(number)).await?;
-            let ms = self.since(begun, "a Service's end", || Ok(self.frontend(number)?.is_none()))?;
+            let ms = since(begun, "a Service's end", || Ok(self.frontend(number)?.is_none()))?;
             deleted.push((ms, self.written_since(before)?));
         }
         Ok((added, deleted))
@@ -418,4 +400,23 @@ impl Run<'_> {
             .with_context(|| format!("{path} has no VmHWM"))?;
         Ok(kib / 1024.0)
     }
+}
+
+/// Waits until something is so.
+fn until(what: &str, check: impl Fn() -> Result<bool>) -> Result<()> {
+    let end = Instant::now() + LIMIT;
+    while !check().unwrap_or(false) {
+        ensure!(Instant::now() < end, "did not happen within {LIMIT:?}: {what}; {:?}", check());
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    Ok(())
+}
+
+/// Waits, without sleeping long, until something of the maps is so; milliseconds since `begun`.
+fn since(begun: Instant, what: &str, check: impl Fn() -> Result<bool>) -> Result<f64> {
+    while !check()? {
+        ensure!(begun.elapsed() < LIMIT, "not in the maps within {LIMIT:?}: {what}");
+        std::thread::sleep(Duration::from_micros(500));
+    }
+    Ok(begun.elapsed().as_secs_f64() * 1e3)
 }

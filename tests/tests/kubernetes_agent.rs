@@ -11,7 +11,7 @@ use anyhow::{Context, Result, bail, ensure};
 use lbd::agent::dry::{DryAgent, Patience};
 use lbd::plan::model::{HostFacts, InterfaceFacts, Plan};
 use lbd::source::ObjectName;
-use lbd::source::kubernetes::{LeaseTiming, Timing, own_object};
+use lbd::source::kubernetes::{LeaseTiming, Timing, own_object, rights};
 use lbd_tests::apiserver::{self, Action, Cluster, node, service};
 use serde_json::{Value, json};
 
@@ -537,4 +537,90 @@ async fn a_restored_cluster_backup_keeps_every_vip() -> Result<()> {
         agent.step(Duration::from_millis(20)).await;
     }
     Ok(())
+}
+
+// ---- rights ----
+
+/// What a request asks for: API group, resource, verb, namespace, name.
+fn asked(entry: &apiserver::Entry) -> (String, String, String, String, String) {
+    let mut parts: Vec<&str> = entry.path.trim_matches('/').split('/').collect();
+    let group = if parts.remove(0) == "apis" { parts.remove(0) } else { "" };
+    // The version.
+    parts.remove(0);
+    let namespace =
+        if parts.len() > 2 && parts[0] == "namespaces" { parts.drain(..2).nth(1).unwrap_or("") } else { "" };
+    let resource = match parts.as_slice() {
+        [resource, _, subresource] => format!("{resource}/{subresource}"),
+        [resource, ..] => (*resource).to_owned(),
+        [] => String::new(),
+    };
+    let name = parts.get(1).copied().unwrap_or("");
+    (group.to_owned(), resource, entry.verb.to_owned(), namespace.to_owned(), name.to_owned())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn b42_what_is_asked_for_is_what_the_manifests_grant() -> Result<()> {
+    let cluster = Cluster::test(apiserver::Options::default()).await?;
+    let site = Site::with(&cluster, "192.0.2.32/32", "")?;
+    let server = cluster.server()?;
+    server.create(&node("n1", "10.0.0.11"))?;
+    // The second finds the pool empty: an Event.
+    for name in ["first", "second"] {
+        server.create(&load_balancer(&cluster, name, 0).1)?;
+    }
+    server.clear_requests();
+    let mut agent = site.start().await?;
+    let path = |verb: &'static str, path: &'static str| move || !server.requests_of(verb, path).is_empty();
+    let wanted = [path("patch", "/status"), path("update", "/leases"), path("update", "/configmaps")];
+    let end = Instant::now() + LIMIT;
+    // A Lease is renewed, a record changes with another Service, an Event is repeated as a patch.
+    let mut more = false;
+    while !wanted.iter().all(|seen| seen()) {
+        ensure!(Instant::now() < end, "{:?}", server.requests().iter().map(asked).collect::<Vec<_>>());
+        agent.step(Duration::from_millis(20)).await;
+        if !more && !server.requests_of("create", "/configmaps").is_empty() {
+            more = true;
+            cluster.client.delete("Service", &cluster.namespace, "first").await?;
+        }
+    }
+    agent.run_for(Duration::from_millis(300)).await;
+    let requests: Vec<_> = server.requests().into_iter().filter(|entry| entry.verb != "delete").collect();
+
+    let config = lbd::config::load(&site.config()).map_err(|error| anyhow::anyhow!(error.report()))?;
+    let documents = rights::manifests(&config)
+        .split("---\n")
+        .map(|text| serde_saphyr::from_str::<Value>(text).context("a manifest"))
+        .collect::<Result<Vec<_>>>()?;
+    let rules = |kind: &str, name: &Value| -> Vec<Value> {
+        let role = documents.iter().find(|it| it["kind"] == kind && it["metadata"]["name"] == *name);
+        role.and_then(|role| role["rules"].as_array().cloned()).unwrap_or_default()
+    };
+    // Each rule, where it holds, and whether it was needed.
+    let mut granted = Vec::new();
+    for binding in documents.iter().filter(|it| it["kind"].as_str().is_some_and(|kind| kind.ends_with("Binding"))) {
+        let place = binding["metadata"]["namespace"].as_str().unwrap_or("").to_owned();
+        for rule in rules(binding["roleRef"]["kind"].as_str().unwrap_or(""), &binding["roleRef"]["name"]) {
+            for verb in rule["verbs"].as_array().into_iter().flatten() {
+                granted.push((place.clone(), rule.clone(), verb.clone(), false));
+            }
+        }
+    }
+    for entry in &requests {
+        let (group, resource, verb, namespace, name) = asked(entry);
+        let right = granted.iter_mut().find(|(place, rule, granted_verb, _)| {
+            (place.is_empty() || *place == namespace)
+                && rule["apiGroups"] == json!([group])
+                && rule["resources"] == json!([resource])
+                && *granted_verb == json!(verb)
+                && (rule.get("resourceNames").is_none_or(|names| *names == json!([name])))
+        });
+        let Some(right) = right else { bail!("nothing grants {verb} {resource} {namespace}/{name} ({})", entry.path) };
+        right.3 = true;
+    }
+    let unused: Vec<_> =
+        granted.iter().filter(|(.., used)| !used).map(|(_, rule, verb, _)| format!("{verb} {rule}")).collect();
+    // The first Event of its kind is created by the same patch that would repeat it, or the other way round.
+    let events = unused.iter().filter(|text| text.contains("events")).count();
+    ensure!(unused.len() == events && events <= 1, "granted and not needed: {unused:?}");
+    finish(cluster, &site).await
 }

@@ -170,8 +170,10 @@ fn a41_many_short_connections_over_few_ports() -> Result<()> {
     ensure!(strange.is_empty(), "neither served nor refused: {strange:?}");
     let slowest = ticks.iter().map(|tick| tick.took_ms).max().unwrap_or_default();
     ensure!(slowest < 1_500, "one took {slowest} ms");
-    // 90 ports are left beside the ten that are held.
-    let most = 90 * (1 + elapsed as usize / 75);
+    // 90 ports are left beside the ten that are held. A client that happens to come again from the port of its own closed connection (of
+    // the 28,232 that Linux chooses from) may have its SNAT port again at once.
+    let again = 2 * ticks.len() * 90 / 28_232 + 20;
+    let most = 90 * (1 + elapsed as usize / 75) + again;
     ensure!(served >= 90 && served <= most, "{served} were served, 90 to {most} can be");
     ensure!(elapsed < 300 || served >= 90 * 3, "ports do not come back: {served}");
     other.check(&agent)

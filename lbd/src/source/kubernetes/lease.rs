@@ -245,8 +245,8 @@ impl Worker {
             return Look::Nothing;
         };
         let remedy = match status.code {
-            403 => format!("allow {verb} of leases.coordination.k8s.io in namespace {NAMESPACE}, see deploy/rbac.yaml"),
-            404 => format!("make the namespace {NAMESPACE}, see deploy/rbac.yaml"),
+            403 => format!("allow {verb} of leases.coordination.k8s.io in namespace {NAMESPACE}, see `lbd rbac`"),
+            404 => format!("make the namespace {NAMESPACE}, see `lbd rbac`"),
             401 => {
                 let _ = self.access.reread();
                 return Look::Nothing;

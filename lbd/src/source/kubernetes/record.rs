@@ -296,11 +296,8 @@ impl Worker {
             return Failure { reason: "RecordNotSaved", text: format!("{verb} configmaps: {text}"), lasting: false };
         };
         let (reason, remedy) = match status.code {
-            403 => (
-                "RecordForbidden",
-                format!("allow {verb} of configmaps in namespace {NAMESPACE}, see deploy/rbac.yaml"),
-            ),
-            404 => ("RecordForbidden", format!("make the namespace {NAMESPACE}, see deploy/rbac.yaml")),
+            403 => ("RecordForbidden", format!("allow {verb} of configmaps in namespace {NAMESPACE}, see `lbd rbac`")),
+            404 => ("RecordForbidden", format!("make the namespace {NAMESPACE}, see `lbd rbac`")),
             401 => {
                 let _ = self.access.reread();
                 return Failure {

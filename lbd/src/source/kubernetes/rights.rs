@@ -222,7 +222,8 @@ fn policy(config: &Config) -> String {
              {of}.status.loadBalancer.ingress : []"
         )
     };
-    let expression = |indent: &str, text: &str| format!("{indent}expression: >-\n{indent}  {text}\n");
+    let named = |name: &str, text: &str| format!("    - name: {name}\n      expression: >-\n        {text}\n");
+    let rule = |text: &str, message: &str| format!("    - expression: >-\n        {text}\n      message: {message}\n");
     let mut text = format!(
         "\
 # The account may patch statuses; this keeps it to addresses from the pools, and to our condition. Kubernetes 1.30 or newer.
@@ -242,26 +243,19 @@ spec:
     - name: account
       expression: request.userInfo.username == \"system:serviceaccount:{NAMESPACE}:{NAME}\"
   variables:
-    - name: ingress
 "
     );
-    text.push_str(&expression("      ", &ingress("object")));
-    text.push_str("    - name: before\n");
-    text.push_str(&expression("      ", &ingress("oldObject")));
-    text.push_str("    - name: added\n");
-    text.push_str(&expression("      ", "variables.ingress.filter(it, !(it in variables.before))"));
-    text.push_str("  validations:\n    -\n");
-    text.push_str(&expression("      ", &tenants.join(" || ")));
-    text.push_str(
-        "      message: lbd may write only addresses of a tenant's pools, to Services that this tenant claims\n    -\n",
-    );
-    text.push_str(&expression("      ", &format!("{} == {}", others("object"), others("oldObject"))));
-    let _ = writeln!(text, "      message: lbd may write no condition but {PROGRAMMED}");
-    text.push_str("    -\n");
-    text.push_str(&expression("      ", &metadata));
+    text.push_str(&named("ingress", &ingress("object")));
+    text.push_str(&named("before", &ingress("oldObject")));
+    text.push_str(&named("added", "variables.ingress.filter(it, !(it in variables.before))"));
+    text.push_str("  validations:\n");
+    let message = "lbd may write only addresses of a tenant's pools, to Services that this tenant claims";
+    text.push_str(&rule(&tenants.join(" || "), message));
+    let message = format!("lbd may write no condition but {PROGRAMMED}");
+    text.push_str(&rule(&format!("{} == {}", others("object"), others("oldObject")), &message));
+    text.push_str(&rule(&metadata, "lbd may change nothing of a Service but its status"));
     text.push_str(
         "\
-      message: lbd may change nothing of a Service but its status
 ---
 apiVersion: admissionregistration.k8s.io/v1
 kind: ValidatingAdmissionPolicyBinding
