@@ -64,6 +64,11 @@ impl Api {
         self.call(async |client| client.patch(kind, namespace, name, patch).await)
     }
 
+    /// Merges a patch into the status of an object, as the kubelet does.
+    pub fn patch_status(&self, kind: &str, namespace: &str, name: &str, patch: &Value) -> Result<Value> {
+        self.call(async |client| client.patch_status(kind, namespace, name, "kubelet", patch).await)
+    }
+
     /// Deletes an object.
     pub fn delete(&self, kind: &str, namespace: &str, name: &str) -> Result<Value> {
         self.call(async |client| client.delete(kind, namespace, name).await)
