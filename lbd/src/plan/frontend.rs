@@ -654,7 +654,12 @@ pub(super) fn fill<'a>(context: &mut Context<'a, '_>, wishes: &[Wish<'a>], plan:
         last_probe: None,
         last_judged: None,
     };
-    let ids: Vec<_> = wishes.iter().map(|wish| frontend_id(context, wish, plan)).collect();
+    let refused = beyond_capacity(context, wishes, plan);
+    let ids: Vec<_> = wishes
+        .iter()
+        .enumerate()
+        .map(|(place, wish)| if refused.contains(&place) { None } else { frontend_id(context, wish, plan) })
+        .collect();
     let probes: Vec<_> = wishes.iter().map(|wish| filler.probe(context, wish, plan)).collect();
     filler.crowd = crowd(&filler.nodes, wishes, &ids, &probes);
     if filler.crowd.is_some() {
@@ -1263,6 +1268,53 @@ impl<'a> Filler<'a> {
     }
 }
 
+/// Wishes for which there is no room: all that is new of a Service, if there is no room for all of it.
+fn beyond_capacity(context: &Context<'_, '_>, wishes: &[Wish<'_>], plan: &mut Plan) -> HashSet<usize> {
+    let frontends = &context.ids.frontends;
+    let blocked = |id: u16| context.ids.pending.contains(&Reset::Frontend(id));
+    let mut room = frontends.available(FRONTENDS);
+    if room >= wishes.len() {
+        return HashSet::new();
+    }
+    room += frontends.waiting(FRONTENDS, blocked);
+    let mut groups: HashMap<&str, Vec<usize>> = HashMap::new();
+    let mut order = Vec::new();
+    for (place, wish) in wishes.iter().enumerate() {
+        let uid = wish.service.map_or("", |service| service.uid.as_str());
+        let known = frontends.used.get(&FrontendKey::from(&wish.address));
+        let same = known.is_some_and(|entry| entry.memory.is_same(&wish.tenant.name, wish.service_name, uid));
+        if !same {
+            let group = groups.entry(&wish.name).or_default();
+            if group.is_empty() {
+                order.push(&wish.name);
+            }
+            group.push(place);
+        }
+    }
+    let mut refused = HashSet::new();
+    for name in order {
+        let group = &groups[name.as_str()];
+        if group.len() <= room {
+            room -= group.len();
+            continue;
+        }
+        for &place in group {
+            plan.notices.push(wishes[place].notice("TooManyFrontends", too_many(&wishes[place])));
+            refused.insert(place);
+        }
+    }
+    refused
+}
+
+fn too_many(wish: &Wish<'_>) -> String {
+    format!(
+        "{} is not served: one host serves at most {} ports of all Services together, a bound of its maps that no setting changes; \
+         remove some, or put tenants on another host",
+        wish.shown(),
+        lbd_common::abi::MAX_FRONTENDS - 1
+    )
+}
+
 /// The id of a frontend, and whether it is new.
 fn frontend_id(context: &mut Context<'_, '_>, wish: &Wish<'_>, plan: &mut Plan) -> Option<(FrontendId, bool)> {
     let key = FrontendKey::from(&wish.address);
@@ -1293,10 +1345,12 @@ fn frontend_id(context: &mut Context<'_, '_>, wish: &Wish<'_>, plan: &mut Plan) 
         uid: uid.to_owned(),
         ..FrontendMemory::default()
     };
-    let Some(id) = frontends.fresh(FRONTENDS) else {
+    // An id that is used again before its time: its flows have been reset at least.
+    let pending = &context.ids.pending;
+    let blocked = |id: u16| pending.contains(&Reset::Frontend(id));
+    let Some(id) = frontends.fresh(FRONTENDS).or_else(|| frontends.reuse(blocked)) else {
         // Its old flows are reset, because it is no longer in the plan.
-        plan.notices
-            .push(wish.notice("TooManyFrontends", format!("no id left for {}: it is not served", wish.shown())));
+        plan.notices.push(wish.notice("TooManyFrontends", too_many(wish)));
         return None;
     };
     // A new id, so that a flow that the old owner gets at the last moment can be told from the new owner's.

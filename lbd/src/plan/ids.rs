@@ -95,7 +95,7 @@ impl Ids {
 /// How many ids there are, and how many must be given back after one before that one is used again.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Bounds {
-    last: u16,
+    pub(super) last: u16,
     quarantine: usize,
 }
 
@@ -119,7 +119,7 @@ pub(super) struct Pool<K, V> {
     /// Ids given back, in the order of that.
     retired: VecDeque<u16>,
     /// Highest id ever given out.
-    highest: u16,
+    pub(super) highest: u16,
     #[serde(skip)]
     changes: u64,
 }
@@ -147,6 +147,24 @@ impl<K: Ord, V> Pool<K, V> {
             return Some(self.highest);
         }
         (self.retired.len() > bounds.quarantine).then(|| self.retired.pop_front()).flatten()
+    }
+
+    /// How many ids [`Self::fresh`] has yet.
+    pub(super) fn available(&self, bounds: Bounds) -> usize {
+        usize::from(bounds.last - self.highest) + self.retired.len().saturating_sub(bounds.quarantine)
+    }
+
+    /// How many ids are in quarantine that may end for want of others.
+    pub(super) fn waiting(&self, bounds: Bounds, blocked: impl Fn(u16) -> bool) -> usize {
+        let all = self.retired.iter().filter(|&&id| !blocked(id)).count();
+        all - self.retired.len().saturating_sub(bounds.quarantine).min(all)
+    }
+
+    /// The id given back longest ago, if it may be used again before its time.
+    pub(super) fn reuse(&mut self, blocked: impl Fn(u16) -> bool) -> Option<u16> {
+        let place = self.retired.iter().position(|&id| !blocked(id))?;
+        self.changes += 1;
+        self.retired.remove(place)
     }
 
     /// The id of a key, which gets one if it has none.

@@ -3,6 +3,7 @@
 use super::*;
 use crate::config::{Mode, ProbeKind, ProbePort};
 use crate::ipam::GUEST_LABEL;
+use crate::plan::ids::FRONTENDS;
 use crate::source::Endpoint;
 
 const WEB: &str = "clusters-tenant-a/a0b1";
@@ -525,4 +526,61 @@ fn b21_tcp_and_udp_on_one_number_are_two_and_doubles_are_one() {
     let plan = world.apply();
     assert_eq!(by(&plan, 443, Protocol::Udp), Some(udp));
     assert_eq!((by(&plan, 443, Protocol::Tcp), plan.resets), (None, [Reset::Frontend(tcp.0)].into()));
+}
+
+#[test]
+fn b40_a_service_beyond_the_capacity_gets_nothing_and_disturbs_nobody() {
+    let mut world = World::new();
+    world.config.tenants[0].pools = vec![range("192.168.203.64-192.168.203.199")];
+    // As if the map had room for 64.
+    world.planner.ids.frontends.highest = FRONTENDS.last - 64;
+    let of = |number: u16| format!("clusters-tenant-a/s{number:03}");
+    for number in 0..65u16 {
+        let mut it = service(&format!("uid-{number}"), &[(6443, 29000 + number)]);
+        it.created = i64::from(number);
+        world.add(&of(number), it);
+    }
+    let plan = world.apply();
+    assert_eq!(plan.frontends.len(), 64);
+    let [notice] = plan.notices.as_slice() else { panic!("{:?}", plan.notices) };
+    assert_eq!((notice.reason, notice.service.clone()), ("TooManyFrontends", Some(name(&of(64)))));
+    assert!(notice.message.contains("65535"), "{}", notice.message);
+    // No hot retry, and no id is used up by trying.
+    let revision = world.planner.ids_revision();
+    assert!(world.apply() == plan);
+    assert_eq!(world.planner.ids_revision(), revision);
+    // One goes: what is over takes its place, once the flows of the one that has gone are reset.
+    world.inventory.services.remove(&name(&of(7)));
+    let gone = plan.frontends.values().find(|it| it.name == of(7)).unwrap().id;
+    assert_eq!(world.apply().resets, [Reset::Frontend(gone)].into());
+    let plan = world.apply();
+    assert_eq!((plan.frontends.len(), plan.notices.len()), (64, 0));
+    assert_eq!(plan.frontends.values().find(|it| it.name == of(64)).unwrap().id, gone);
+    // Three ports where there is room for one: none of them.
+    world.inventory.services.remove(&name(&of(9)));
+    world.apply();
+    let mut three = service("uid-three", &[(1, 28001), (2, 28002), (3, 28003)]);
+    three.created = 100;
+    world.add("clusters-tenant-a/three", three);
+    let plan = world.apply();
+    assert_eq!((plan.frontends.len(), reasons(&plan)), (63, vec!["TooManyFrontends"; 3]));
+    // Nor does it stand in the way of one that fits, or lose what it has when it wants more.
+    let mut late = service("uid-late", &[(1, 28011)]);
+    late.created = 200;
+    world.add("clusters-tenant-a/late", late);
+    let plan = world.apply();
+    assert!(plan.frontends.values().any(|it| it.name == "clusters-tenant-a/late"));
+    let before = at(&plan, "192.168.203.64", 6443).id;
+    world.service(&of(0)).ports.extend(service("", &[(7000, 28020)]).ports);
+    let plan = world.apply();
+    assert_eq!(at(&plan, "192.168.203.64", 6443).id, before);
+    assert!(plan.resets.is_empty());
+    // With room for all, all are there.
+    for number in 10..20 {
+        world.inventory.services.remove(&name(&of(number)));
+    }
+    world.apply();
+    let plan = world.apply();
+    assert!(plan.notices.is_empty(), "{:?}", plan.notices);
+    assert_eq!(plan.frontends.values().filter(|it| it.name == "clusters-tenant-a/three").count(), 3);
 }
