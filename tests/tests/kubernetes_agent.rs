@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use lbd::agent::dry::{DryAgent, Patience};
-use lbd::plan::model::{HostFacts, InterfaceFacts, Plan};
+use lbd::plan::model::{HostFacts, InterfaceFacts, Plan, Reset};
 use lbd::source::ObjectName;
 use lbd::source::kubernetes::{LeaseTiming, Timing, own_object, rights};
 use lbd_tests::apiserver::{self, Action, Cluster, node, service};
@@ -622,5 +622,490 @@ async fn b42_what_is_asked_for_is_what_the_manifests_grant() -> Result<()> {
     // The first Event of its kind is created by the same patch that would repeat it, or the other way round.
     let events = unused.iter().filter(|text| text.contains("events")).count();
     ensure!(unused.len() == events && events <= 1, "granted and not needed: {unused:?}");
+    finish(cluster, &site).await
+}
+
+// ---- what is not acted on at once ----
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_foreign_address_is_left_alone_until_it_is_adopted() -> Result<()> {
+    let cluster = Cluster::any().await?;
+    let site = Site::new(&cluster)?;
+    let (name, object) = load_balancer(&cluster, "foreign", 0);
+    cluster.client.create(&object).await?;
+    let theirs = json!({"status": {"loadBalancer": {"ingress": [{"ip": "198.51.100.99"}]}}});
+    cluster.client.patch_status("Service", &name.namespace, &name.name, "metallb", &theirs).await?;
+    let mut agent = site.start().await?;
+    until(&mut agent, "told", |agent| told(agent, "ForeignAddress")).await?;
+    agent.run_for(Duration::from_millis(300)).await;
+    assert_eq!(agent.status_writes(), 0);
+    assert!(services(agent.plan()).is_empty());
+    let error = agent.adopt(&ObjectName::new(&cluster.namespace, "absent")).unwrap_err();
+    assert!(error.contains("there is no Service"), "{error}");
+    let uid = agent.adopt(&name).map_err(anyhow::Error::msg)?;
+    assert_eq!(address(&agent, &cluster, "foreign"), "192.0.2.32");
+    until(&mut agent, "served", |agent| !told(agent, "ForeignAddress") && services(agent.plan()) == ["foreign"])
+        .await?;
+    let end = Instant::now() + LIMIT;
+    while addresses(&cluster).await?["foreign"] != "192.0.2.32" {
+        ensure!(Instant::now() < end, "the status is not ours: {:?}", agent.notices());
+        agent.step(Duration::from_millis(20)).await;
+    }
+    assert!(agent.adopt(&name).unwrap_err().contains("ours already"));
+    assert_eq!(agent.record().adopted.get(&name), Some(&uid));
+    // Another Service of the name is another.
+    cluster.client.delete("Service", &name.namespace, &name.name).await?;
+    until(&mut agent, "forgotten", |agent| agent.record().adopted.is_empty()).await?;
+    drop(agent);
+    finish(cluster, &site).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn another_cluster_is_not_applied_until_it_is_accepted() -> Result<()> {
+    let mut cluster = Cluster::test(apiserver::Options::default()).await?;
+    let site = Site::new(&cluster)?;
+    let mut agent = site.start().await?;
+    let before = serve(&cluster, &mut agent, &["a", "b", "c", "d"]).await?;
+    let uid = agent.cluster().context("cluster")?.uid;
+    assert!(agent.accept_cluster().unwrap_err().contains("nothing to accept"));
+    agent.save()?;
+    drop(agent);
+    cluster.server_mut()?.go_away();
+    // The kubeconfig leads elsewhere now: one Service is of the same name, the others are not there.
+    let other = apiserver::start(apiserver::Options::default()).await?;
+    other.write_kubeconfig(cluster.kubeconfig())?;
+    let theirs = service(&cluster.namespace, "a", "LoadBalancer", &[(6443, 0)]);
+    other.create(&theirs)?;
+    let mut agent = site.start().await?;
+    until(&mut agent, "told", |agent| told(agent, "ClusterChanged")).await?;
+    agent.run_for(Duration::from_millis(300)).await;
+    assert_eq!(services(agent.plan()), ["a", "b", "c", "d"], "the last state is gone");
+    let shown = agent.cluster().context("cluster")?;
+    assert_eq!((shown.uid.as_str(), shown.instead.is_some()), (uid.as_str(), true));
+    let written: Vec<_> = other
+        .requests()
+        .into_iter()
+        .filter(|entry| matches!(entry.verb, "create" | "update" | "patch" | "delete"))
+        .collect();
+    assert!(written.is_empty(), "{written:?}");
+    agent.accept_cluster().map_err(anyhow::Error::msg)?;
+    until(&mut agent, "applied", |agent| services(agent.plan()) == ["a"] && holds(agent)).await?;
+    assert_eq!(address(&agent, &cluster, "a"), before["a"], "a name keeps its address");
+    let resets: usize = agent.plans().iter().map(|plan| plan.resets.len()).sum();
+    assert!(resets > 0, "the flows of the other cluster's Services go on");
+    assert!(!told(&agent, "ClusterChanged"));
+    agent.save()?;
+    drop(agent);
+    let mut agent = site.start().await?;
+    until(&mut agent, "still the right one", holds).await?;
+    assert!(!told(&agent, "ClusterChanged"));
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn b37_an_empty_list_after_errors_is_not_believed_at_once() -> Result<()> {
+    let cluster = Cluster::test(apiserver::Options::default()).await?;
+    let site = Site::new(&cluster)?;
+    let mut agent = site.start().await?;
+    serve(&cluster, &mut agent, &["a", "b", "c", "d"]).await?;
+    agent.run_for(Duration::from_millis(200)).await;
+    let (writes, plan) = (agent.status_writes(), agent.plan().clone());
+    let server = cluster.server()?;
+    // A server that has lost everything for a moment, without an event.
+    let full = server.backup();
+    for name in ["a", "b", "c", "d"] {
+        server.forget("Service", &cluster.namespace, name)?;
+    }
+    server.compact(true);
+    server.end_watches();
+    until(&mut agent, "held", |agent| told(agent, "RemovalHeld")).await?;
+    server.restore(&full);
+    server.compact(true);
+    server.end_watches();
+    until(&mut agent, "over", |agent| !told(agent, "RemovalHeld")).await?;
+    agent.run_for(Duration::from_millis(200)).await;
+    assert_eq!((agent.plan(), agent.status_writes()), (&plan, writes), "something was done");
+    // The same once more, for good.
+    for name in ["a", "b", "c", "d"] {
+        server.forget("Service", &cluster.namespace, name)?;
+    }
+    server.compact(true);
+    server.end_watches();
+    until(&mut agent, "held again", |agent| told(agent, "RemovalHeld")).await?;
+    assert_eq!(services(agent.plan()).len(), 4);
+    until(&mut agent, "believed", |agent| services(agent.plan()).is_empty()).await?;
+    assert!(!told(&agent, "RemovalHeld"));
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn b35_a_start_with_the_api_away_serves_the_last_state_and_says_how_old_it_is() -> Result<()> {
+    let mut cluster = Cluster::test(apiserver::Options::default()).await?;
+    let site = Site::new(&cluster)?;
+    let mut agent = site.start().await?;
+    let before = serve(&cluster, &mut agent, &["a", "b"]).await?;
+    let tables = agent.plan().tables.clone();
+    ensure!(!tables.is_empty(), "no table");
+    agent.save()?;
+    drop(agent);
+    // An hour ago.
+    let text = std::fs::read_to_string(site.state("inventory.json"))?;
+    let mut saved: Value = serde_json::from_str(&text)?;
+    saved["synced"] = json!(saved["synced"].as_i64().context("synced")? - 3600);
+    std::fs::write(site.state("inventory.json"), saved.to_string())?;
+    cluster.server_mut()?.go_away();
+    let mut agent = site.start().await?;
+    agent.run_for(Duration::from_millis(1500)).await;
+    assert_eq!(
+        (services(agent.plan()).as_slice(), &agent.plan().tables),
+        (["a", "b"].map(str::to_owned).as_slice(), &tables)
+    );
+    assert!(!agent.plan().quiet);
+    let source = &agent.sources()[0];
+    assert_eq!(source.state, "restored");
+    assert!(source.age_s.is_some_and(|age| (3600..3700).contains(&age)) && source.error.is_some(), "{source:?}");
+    // It comes back with one Service fewer: one list, no flap, no write to the other.
+    cluster.server_mut()?.come_back().await?;
+    cluster.client.delete("Service", &cluster.namespace, "a").await?;
+    until(&mut agent, "synced", |agent| services(agent.plan()) == ["b"] && holds(agent)).await?;
+    agent.run_for(Duration::from_millis(300)).await;
+    assert_eq!((agent.status_writes(), &addresses(&cluster).await?["b"]), (0, &before["b"]));
+    assert!(agent.plans().iter().all(|plan| services(plan).contains(&"b".to_owned())), "it flapped");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn max_blind_refuses_new_connections_until_the_cluster_answers() -> Result<()> {
+    let mut cluster = Cluster::test(apiserver::Options::default()).await?;
+    let site = Site::with(&cluster, POOL, ", max_blind: 1h")?;
+    let mut agent = site.start().await?;
+    serve(&cluster, &mut agent, &["a"]).await?;
+    assert!(agent.plan().frontends.values().all(|frontend| frontend.table.is_some()));
+    agent.save()?;
+    drop(agent);
+    cluster.server_mut()?.go_away();
+    let age = |age: i64| -> Result<()> {
+        let mut saved: Value = serde_json::from_str(&std::fs::read_to_string(site.state("inventory.json"))?)?;
+        saved["synced"] = json!(saved["synced"].as_i64().context("synced")? - age);
+        std::fs::write(site.state("inventory.json"), saved.to_string()).context("write")
+    };
+    age(1800)?;
+    let mut agent = site.start().await?;
+    agent.run_for(Duration::from_millis(300)).await;
+    assert!(agent.plan().frontends.values().all(|frontend| frontend.table.is_some()), "refused too early");
+    assert!(!told(&agent, "Blind"));
+    drop(agent);
+    age(1801)?;
+    let mut agent = site.start().await?;
+    until(&mut agent, "told", |agent| told(agent, "Blind")).await?;
+    assert!(
+        agent.plan().frontends.values().all(|frontend| frontend.table.is_none()) && agent.plan().frontends.len() == 1
+    );
+    assert!(agent.plan().resets.is_empty(), "connections that are there go on");
+    cluster.server_mut()?.come_back().await?;
+    until(&mut agent, "open again", |agent| agent.plan().frontends.values().all(|frontend| frontend.table.is_some()))
+        .await?;
+    assert!(!told(&agent, "Blind"));
+    Ok(())
+}
+
+// ---- a NodePort that is another's ----
+
+/// Deletes a Service and gives its NodePort to another one.
+async fn recycle(cluster: &Cluster) -> Result<()> {
+    cluster.client.delete("Service", &cluster.namespace, "old").await?;
+    cluster.client.create(&load_balancer(cluster, "new", 30918).1).await.map(drop)
+}
+
+/// In the plan that first serves the new Service, the flows of the old one are reset.
+fn assert_recycled(agent: &DryAgent, id: u16) {
+    let plan = agent.plans().iter().find(|plan| services(plan).contains(&"new".to_owned()));
+    let before = agent.plans().iter().take_while(|plan| !services(plan).contains(&"new".to_owned()));
+    // A plan carries its resets before anything that it adds; one before may have carried them.
+    let reset = before.chain(plan).any(|plan| {
+        plan.resets.contains(&Reset::Frontend(id))
+            || plan.resets.iter().any(|reset| matches!(reset, Reset::Target { port: 30918, .. }))
+    });
+    assert!(
+        reset,
+        "flows to the recycled port live on: {:?}",
+        agent.plans().iter().map(|plan| &plan.resets).collect::<Vec<_>>()
+    );
+    let frontends = agent.plan().frontends.values();
+    let owners: Vec<_> =
+        frontends.filter(|frontend| frontend.target_port == 30918).map(|frontend| &frontend.name).collect();
+    assert_eq!(owners.len(), 1, "{owners:?}");
+}
+
+async fn with_old(cluster: &Cluster, site: &Site) -> Result<(DryAgent, u16)> {
+    let mut agent = site.start().await?;
+    cluster.client.create(&node(&cluster.namespace, "10.0.0.11")).await?;
+    cluster.client.create(&load_balancer(cluster, "old", 30918).1).await?;
+    until(&mut agent, "old is served", |agent| services(agent.plan()) == ["old"]).await?;
+    let id = agent.plan().frontends.values().next().context("a frontend")?.id;
+    agent.save()?;
+    Ok((agent, id))
+}
+
+fn serves_new(agent: &DryAgent) -> bool {
+    services(agent.plan()) == ["new"]
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_recycled_node_port_resets_the_old_flows_while_the_agent_watches() -> Result<()> {
+    let cluster = Cluster::any().await?;
+    let site = Site::new(&cluster)?;
+    let (mut agent, id) = with_old(&cluster, &site).await?;
+    recycle(&cluster).await?;
+    until(&mut agent, "new is served", serves_new).await?;
+    assert_recycled(&agent, id);
+    drop(agent);
+    finish(cluster, &site).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_recycled_node_port_resets_the_old_flows_when_the_agent_was_dead() -> Result<()> {
+    let cluster = Cluster::any().await?;
+    let site = Site::new(&cluster)?;
+    let (agent, id) = with_old(&cluster, &site).await?;
+    drop(agent);
+    recycle(&cluster).await?;
+    let mut agent = site.start().await?;
+    until(&mut agent, "new is served", serves_new).await?;
+    assert_recycled(&agent, id);
+    drop(agent);
+    finish(cluster, &site).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_recycled_node_port_resets_the_old_flows_when_the_agent_was_blind() -> Result<()> {
+    let cluster = Cluster::test(apiserver::Options::default()).await?;
+    let site = Site::new(&cluster)?;
+    let (mut agent, id) = with_old(&cluster, &site).await?;
+    let server = cluster.server()?;
+    server.stall_watches(true);
+    server.fault("list", "/", u32::MAX, Action::status(503, "ServiceUnavailable"));
+    recycle(&cluster).await?;
+    agent.run_for(Duration::from_millis(500)).await;
+    assert_eq!(services(agent.plan()), ["old"]);
+    server.compact(true);
+    server.end_watches();
+    server.stall_watches(false);
+    agent.run_for(Duration::from_millis(300)).await;
+    assert_eq!(services(agent.plan()), ["old"], "acted without a list");
+    server.clear_faults();
+    until(&mut agent, "new is served", serves_new).await?;
+    assert_recycled(&agent, id);
+    Ok(())
+}
+
+// ---- Services that come, change and go ----
+
+#[tokio::test(flavor = "multi_thread")]
+async fn b02_a_nodeport_that_toggles_costs_nothing_but_maps() -> Result<()> {
+    let cluster = Cluster::test(apiserver::Options::default()).await?;
+    let site = Site::new(&cluster)?;
+    let mut agent = site.start().await?;
+    serve(&cluster, &mut agent, &["other", "toggled"]).await?;
+    agent.run_for(Duration::from_millis(300)).await;
+    let other = |plan: &Plan| plan.frontends.values().find(|frontend| frontend.name.ends_with("/other")).cloned();
+    let (writes, events, before) = (agent.status_writes(), agent.events().len(), other(agent.plan()));
+    for step in 0..60 {
+        let node_port = if step % 2 == 0 { 30918 } else { 31222 };
+        let patch =
+            json!({"spec": {"ports": [{"name": "p6443", "port": 6443, "protocol": "TCP", "nodePort": node_port}]}});
+        cluster.client.patch("Service", &cluster.namespace, "toggled", &patch).await?;
+        agent.step(Duration::from_millis(20)).await;
+    }
+    let target = |plan: &Plan| {
+        let found = plan.frontends.values().find(|frontend| frontend.name.ends_with("/toggled"));
+        found.map(|frontend| frontend.target_port)
+    };
+    until(&mut agent, "the last value", |agent| target(agent.plan()) == Some(31222)).await?;
+    agent.run_for(Duration::from_millis(300)).await;
+    assert_eq!(target(agent.plan()), Some(31222));
+    assert_eq!((agent.status_writes(), agent.events().len()), (writes, events));
+    assert!(agent.plans().iter().rev().take(20).all(|plan| other(plan) == before), "another VIP moved");
+    assert_eq!((agent.plan().frontends.len(), agent.plan().tables.len()), (2, 1));
+    let kept = cluster.server()?.requests_of("update", "/configmaps/").len();
+    assert!(kept <= 3, "{kept} writes of the record");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn b04_a_service_deleted_while_the_agent_is_down_goes_with_the_first_complete_list() -> Result<()> {
+    let cluster = Cluster::test(apiserver::Options::default()).await?;
+    let site = Site::new(&cluster)?;
+    let mut agent = site.start().await?;
+    let before = serve(&cluster, &mut agent, &["a", "b"]).await?;
+    agent.save()?;
+    drop(agent);
+    cluster.client.delete("Service", &cluster.namespace, "a").await?;
+    let server = cluster.server()?;
+    server.fault("list", "/nodes", u32::MAX, Action::status(503, "ServiceUnavailable"));
+    let mut agent = site.start().await?;
+    agent.run_for(Duration::from_millis(600)).await;
+    assert_eq!(services(agent.plan()), ["a", "b"], "a partial list was acted on");
+    server.clear_faults();
+    until(&mut agent, "it is gone", |agent| services(agent.plan()) == ["b"]).await?;
+    let vips: Vec<_> =
+        agent.plan().addresses.iter().filter(|(_, plan)| plan.vip).map(|((_, vip), _)| vip.to_string()).collect();
+    assert_eq!(vips, [before["b"].clone()]);
+    assert!(agent.record().entries.iter().any(|entry| entry.service.name == "a" && entry.freed.is_some()));
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn b05_a_service_first_seen_while_it_goes_is_never_touched() -> Result<()> {
+    let cluster = Cluster::any().await?;
+    let site = Site::new(&cluster)?;
+    let (name, mut object) = load_balancer(&cluster, "going", 0);
+    object["metadata"]["finalizers"] = json!(["example.com/hold"]);
+    cluster.client.create(&object).await?;
+    cluster.client.delete("Service", &name.namespace, &name.name).await?;
+    let mut agent = site.start().await?;
+    let shown = serve(&cluster, &mut agent, &["other"]).await?;
+    let labelled = json!({"metadata": {"labels": {"example.com/a": "b"}}});
+    cluster.client.patch("Node", "", &cluster.namespace, &labelled).await?;
+    agent.run_for(Duration::from_millis(500)).await;
+    assert_eq!((address(&agent, &cluster, "going"), shown["other"].as_str()), (String::new(), "192.0.2.32"));
+    let found = cluster.client.get("Service", &name.namespace, &name.name).await?;
+    assert!(found["status"]["conditions"].as_array().is_none_or(Vec::is_empty), "{}", found["status"]);
+    let events = cluster.client.list("Event", &cluster.namespace).await?;
+    assert!(events.iter().all(|event| event["involvedObject"]["name"] != "going"), "{events:?}");
+    cluster.client.patch("Service", &name.namespace, &name.name, &json!({"metadata": {"finalizers": null}})).await?;
+    drop(agent);
+    finish(cluster, &site).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn b06_nothing_of_ours_holds_a_service_or_its_namespace() -> Result<()> {
+    let cluster = Cluster::any().await?;
+    let site = Site::new(&cluster)?;
+    let mut agent = site.start().await?;
+    serve(&cluster, &mut agent, &["a", "b", "c"]).await?;
+    // No goodbye: the agent is uninstalled.
+    drop(agent);
+    for name in ["a", "b", "c"] {
+        let found = cluster.client.get("Service", &cluster.namespace, name).await?;
+        assert!(found["metadata"]["finalizers"].as_array().is_none_or(Vec::is_empty), "{found}");
+        cluster.client.delete("Service", &cluster.namespace, name).await?;
+        assert!(cluster.client.get("Service", &cluster.namespace, name).await.is_err(), "{name} stays");
+    }
+    finish(cluster, &site).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn b07_another_type_withdraws_and_the_type_again_gives_the_same_address() -> Result<()> {
+    let cluster = Cluster::any().await?;
+    let site = Site::new(&cluster)?;
+    let mut agent = site.start().await?;
+    let before = serve(&cluster, &mut agent, &["a", "b"]).await?;
+    let kind = |kind: &str| json!({"spec": {"type": kind}});
+    for other in ["ClusterIP", "NodePort"] {
+        cluster.client.patch("Service", &cluster.namespace, "a", &kind(other)).await?;
+        let begun = Instant::now();
+        until(&mut agent, "withdrawn", |agent| services(agent.plan()) == ["b"]).await?;
+        while !addresses(&cluster).await?["a"].is_empty() {
+            ensure!(begun.elapsed() < Duration::from_secs(2), "the status keeps the address");
+            agent.step(Duration::from_millis(20)).await;
+        }
+        // Back in the pool, and reserved for its name: another one gets another.
+        let name = format!("c-{}", other.to_lowercase());
+        let shown = serve(&cluster, &mut agent, &[&name]).await?;
+        assert_ne!(shown[&name], before["a"]);
+        cluster.client.delete("Service", &cluster.namespace, &name).await?;
+        cluster.client.patch("Service", &cluster.namespace, "a", &kind("LoadBalancer")).await?;
+        until(&mut agent, "served again", |agent| services(agent.plan()) == ["a", "b"]).await?;
+        while addresses(&cluster).await?["a"] != before["a"] {
+            ensure!(begun.elapsed() < LIMIT, "another address: {:?}", addresses(&cluster).await?);
+            agent.step(Duration::from_millis(20)).await;
+        }
+    }
+    drop(agent);
+    finish(cluster, &site).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn b12_an_exhausted_pool_says_so_on_the_service_and_heals() -> Result<()> {
+    let cluster = Cluster::any().await?;
+    let site = Site::with(&cluster, "192.0.2.32-192.0.2.33", "")?;
+    let mut agent = site.start().await?;
+    let before = serve(&cluster, &mut agent, &["a", "b"]).await?;
+    let (third, object) = load_balancer(&cluster, "third", 0);
+    let created = cluster.client.create(&object).await?;
+    until(&mut agent, "told", |agent| told(agent, "PoolExhausted")).await?;
+    let end = Instant::now() + LIMIT;
+    let event = loop {
+        let events = cluster.client.list("Event", &cluster.namespace).await?;
+        if let Some(event) = events.into_iter().find(|event| event["reason"] == "PoolExhausted") {
+            break event;
+        }
+        ensure!(Instant::now() < end, "no Event");
+        agent.step(Duration::from_millis(20)).await;
+    };
+    assert_eq!(event["involvedObject"]["uid"], created["metadata"]["uid"]);
+    assert_eq!((&event["involvedObject"]["namespace"], &event["type"]), (&json!(third.namespace), &json!("Warning")));
+    assert!(event["message"].as_str().is_some_and(|text| text.contains("192.0.2.32-192.0.2.33")), "{event}");
+    loop {
+        let shown = cluster.client.get("Service", &third.namespace, "third").await?;
+        if shown["status"]["conditions"][0]["reason"] == "PoolExhausted" {
+            break;
+        }
+        ensure!(Instant::now() < end, "no condition: {}", shown["status"]);
+        agent.step(Duration::from_millis(20)).await;
+    }
+    cluster.client.delete("Service", &cluster.namespace, "a").await?;
+    let begun = Instant::now();
+    while addresses(&cluster).await?["third"] != before["a"] {
+        ensure!(begun.elapsed() < Duration::from_secs(5), "{:?}", addresses(&cluster).await?);
+        agent.step(Duration::from_millis(20)).await;
+    }
+    assert!(!told(&agent, "PoolExhausted"));
+    drop(agent);
+    finish(cluster, &site).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn b14_deleting_one_service_moves_no_other() -> Result<()> {
+    let cluster = Cluster::any().await?;
+    // A pool of two families, and a cluster of one.
+    let site = Site::with(&cluster, &format!("{POOL}, 2001:db8:a::100-2001:db8:a::1ff"), "")?;
+    let mut agent = site.start().await?;
+    let names: Vec<_> = (0..10).map(|index| format!("s{index}")).collect();
+    let mut left = serve(&cluster, &mut agent, &names.iter().map(String::as_str).collect::<Vec<_>>()).await?;
+    agent.run_for(Duration::from_millis(300)).await;
+    let writes = agent.status_writes();
+    for name in &names {
+        cluster.client.delete("Service", &cluster.namespace, name).await?;
+        left.remove(name);
+        until(&mut agent, "it is gone", |agent| services(agent.plan()).len() == left.len()).await?;
+        assert_eq!(addresses(&cluster).await?, left);
+    }
+    agent.run_for(Duration::from_millis(200)).await;
+    assert_eq!(agent.status_writes(), writes);
+    drop(agent);
+    finish(cluster, &site).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn b15_another_pool_renumbers_nobody() -> Result<()> {
+    let cluster = Cluster::any().await?;
+    let site = Site::with(&cluster, "192.0.2.40-192.0.2.47", "")?;
+    let mut agent = site.start().await?;
+    let before = serve(&cluster, &mut agent, &["e", "d", "c", "b", "a"]).await?;
+    agent.run_for(Duration::from_millis(200)).await;
+    let (writes, frontends) = (agent.status_writes(), agent.plan().frontends.clone());
+    for pools in
+        ["[192.0.2.37-192.0.2.47]", "[192.0.2.44-192.0.2.47, 192.0.2.37-192.0.2.43]", "[192.0.2.128/28, 192.0.2.32/28]"]
+    {
+        site.configure(|text| text.replace("[192.0.2.40-192.0.2.47]", pools))?;
+        assert_eq!(agent.reload(&site.config()), "applied");
+        agent.run_for(Duration::from_millis(200)).await;
+        assert_eq!(agent.plan().frontends, frontends, "{pools}");
+        assert!(agent.plan().resets.is_empty(), "{pools}: sessions are cut");
+    }
+    assert_eq!((agent.status_writes(), addresses(&cluster).await?), (writes, before));
+    drop(agent);
     finish(cluster, &site).await
 }

@@ -1,5 +1,6 @@
 //! The agent without a kernel: what it would do for its cluster. For tests and benchmarks.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -10,7 +11,7 @@ use super::hub::Hub;
 pub use super::hub::Patience;
 use super::state::{INVENTORY, StateDirectory};
 use super::{AgentError, SavedInventory, changed_if};
-use crate::api::types::{ClusterStatus, Event, LeaseStatus, SourceStatus};
+use crate::api::types::{ClusterStatus, Event, LeaseStatus, ReloadRequest, SourceStatus};
 use crate::config::Config;
 use crate::dataplane::{Applied, Attached, DataplaneError};
 use crate::flows::Flow;
@@ -88,12 +89,13 @@ impl DryAgent {
             () = changed_if(self.hub.snapshots.as_mut()) => {}
             () = changed_if(self.hub.notices.as_mut()) => {}
             () = changed_if(self.hub.standing.as_mut()) => {}
-            () = changed_if(self.hub.kept.as_mut()) => self.hub.flush(self.core.saved()),
+            () = changed_if(self.hub.kept.as_mut()) => {}
             () = tokio::time::sleep(limit) => {}
         }
         if self.hub.take(&mut self.inputs) {
             self.round();
         }
+        self.hub.flush(self.core.saved());
     }
 
     /// Steps until something is so. Returns whether it came to be.
@@ -170,6 +172,15 @@ impl DryAgent {
     /// Writes of statuses so far.
     pub fn status_writes(&self) -> u64 {
         self.hub.counts().0
+    }
+
+    /// `lbctl reload --accept-loss`; returns the outcome.
+    pub fn reload(&mut self, path: &Path) -> String {
+        let request = ReloadRequest { accept_loss: true, ..ReloadRequest::default() };
+        let reply = self.core.reload(path, request, &self.inputs, Timestamp::now());
+        self.hub.configure(&self.core.config);
+        self.hub.write(&self.core, &self.inputs);
+        reply.error.unwrap_or(reply.outcome)
     }
 
     /// `lbctl adopt`.

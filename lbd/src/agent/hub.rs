@@ -1,6 +1,7 @@
 //! The hub's cluster, if there is one: what comes from it, what is written back, and whether this agent may act on it.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -11,9 +12,9 @@ use tokio::sync::watch;
 use super::core::{Core, Inputs, Maps, Role, leaves_out};
 use super::state::{CLUSTER, STANDING, StateDirectory, StateError};
 use crate::api::types::{ClusterStatus, LeaseStatus, SourceStatus, lease_state};
-use crate::config::Config;
+use crate::config::{Config, Protocol};
 use crate::ipam::Assignments;
-use crate::plan::model::Notice;
+use crate::plan::model::{Notice, Plan};
 use crate::source::events::EventWriter;
 use crate::source::kubernetes::{
     Kept, KubernetesSource, LeaseKeeper, LeaseTiming, Options, RecordKeeper, Snapshot, Standing, Timing,
@@ -148,6 +149,7 @@ impl Hub {
         let lease =
             LeaseKeeper::start(source.access(), &config.hub.name, &format!("{host}_{identity}"), patience.lease);
         let record = RecordKeeper::start(source.access(), &config.hub.name);
+        source.access().set_detour(detour(config, &Plan::default(), source.access().server()));
         hub.notices = Some(status.notices());
         hub.standing = Some(lease.standing());
         hub.kept = Some(record.kept());
@@ -306,6 +308,7 @@ impl Hub {
             self.ours = Some(Arc::clone(&assignments));
             parts.source.set_ours(Arc::new(move |name| assignments.services.contains_key(name)));
         }
+        parts.source.access().set_detour(detour(&core.config, &core.plan, parts.source.access().server()));
         if !self.passed || self.role != Role::Acting || self.stranger.is_some() {
             parts.status.pause();
             parts.events.set(Vec::new());
@@ -405,6 +408,33 @@ fn standby(holder: &str) -> String {
         "{holder} serves this hub (its Lease says so): this agent neither gives out addresses nor announces or writes any, and takes over \
          when the Lease runs out; if there should be no other agent, stop it"
     )
+}
+
+/// Where to dial a server that is behind a VIP of ours, the best first: from the plan, else from the file.
+fn detour(config: &Config, plan: &Plan, (server, port): (Vec<IpAddr>, u16)) -> Vec<SocketAddr> {
+    let frontend = plan.frontends.iter().find(|(address, _)| {
+        address.protocol == Protocol::Tcp && address.port == port && server.contains(&address.vip)
+    });
+    if let Some((_, frontend)) = frontend {
+        let mut backends: Vec<_> = frontend
+            .backends
+            .iter()
+            .filter(|backend| frontend.port_of(backend) != 0)
+            .map(|backend| (!backend.serving, SocketAddr::new(backend.address, frontend.port_of(backend))))
+            .collect();
+        backends.sort();
+        return backends.into_iter().map(|(_, backend)| backend).collect();
+    }
+    let all = config.tenants.iter().flat_map(|tenant| &tenant.frontends);
+    let named = all.filter(|frontend| frontend.vip.is_some_and(|vip| server.contains(&vip)));
+    named
+        .flat_map(|frontend| {
+            let ports = frontend.ports.iter().filter(move |of| of.port == port && of.protocol == Protocol::Tcp);
+            ports.flat_map(|of| {
+                frontend.backends.iter().map(|backend| SocketAddr::new(backend.address, of.target.unwrap_or(of.port)))
+            })
+        })
+        .collect()
 }
 
 fn annotations(config: &Config) -> BTreeSet<String> {

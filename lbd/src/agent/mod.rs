@@ -214,7 +214,7 @@ async fn serve(path: PathBuf, config: Config) -> Result<(), AgentError> {
             () = changed_if(hub.snapshots.as_mut()) => {}
             () = changed_if(hub.notices.as_mut()) => {}
             () = changed_if(hub.standing.as_mut()) => {}
-            () = changed_if(hub.kept.as_mut()) => hub.flush(agent.core.saved()),
+            () = changed_if(hub.kept.as_mut()) => {}
             () = changed(&mut health) => {}
             () = changed(&mut facts) => {}
             () = changed(&mut taken) => {}
@@ -229,6 +229,7 @@ async fn serve(path: PathBuf, config: Config) -> Result<(), AgentError> {
                 agent.keep_files(&hub);
                 // What only time changes: how long the cluster has been silent, and what is waited for.
                 if !hub.take(&mut agent.inputs) {
+                    hub.flush(agent.core.saved());
                     agent.publish(&hub);
                     continue;
                 }
@@ -317,6 +318,7 @@ impl Agent {
         host_notices: &mut watch::Receiver<Vec<crate::plan::model::Notice>>,
     ) -> bool {
         let mut news = hub.take(&mut self.inputs);
+        hub.flush(self.core.saved());
         let known = health.borrow_and_update();
         if *known != *self.inputs.health {
             let known = Arc::new(known.clone());

@@ -251,7 +251,35 @@ fn an_exhausted_pool_says_so_and_heals_when_a_service_goes() {
 }
 
 #[test]
-fn addresses_that_nobody_can_have_are_never_given_out() {
+fn b22_the_edges_of_a_pool_are_not_those_of_the_subnet() {
+    // The host is .2/24, the gateway .1.
+    for (pool, first, last, usable) in [
+        ("192.168.203.0-192.168.203.255", 3, 254, 252),
+        ("192.168.203.240-192.168.203.255", 240, 254, 15),
+        ("192.168.203.200-192.168.203.201", 200, 201, 2),
+        ("192.168.203.210", 210, 210, 1),
+    ] {
+        let mut world = World::new();
+        world.config.tenants[0].frontends.clear();
+        world.config.tenants[0].avoid.clear();
+        world.config.tenants[0].pools = vec![range(pool)];
+        for number in 0..256 {
+            world.add(&format!("clusters-tenant-a/s{number:03}"), &format!("{number:03}"));
+        }
+        let assignments = world.assign();
+        let given: BTreeSet<_> = assignments.services.values().flat_map(|it| it.addresses.clone()).collect();
+        let edge = |last: u8| ip(&format!("192.168.203.{last}"));
+        assert_eq!(
+            (given.len(), given.first(), given.last()),
+            (usable, Some(&edge(first)), Some(&edge(last))),
+            "{pool}"
+        );
+        assert_eq!(reasons(&assignments).iter().filter(|(reason, _)| *reason == "PoolExhausted").count(), 256 - usable);
+    }
+}
+
+#[test]
+fn b22_addresses_that_nobody_can_have_are_never_given_out() {
     let mut world = World::new();
     world.config.tenants[0].pools =
         vec![range("192.168.203.0-192.168.203.5"), range("192.168.203.253-192.168.203.255")];

@@ -368,6 +368,13 @@ impl Handle {
         Backup(self.shared.store().clone())
     }
 
+    /// Loses an object, without telling any watch.
+    pub fn forget(&self, kind: &str, namespace: &str, name: &str) -> Result<()> {
+        let kind = KINDS.iter().position(|known| known.name == kind).context("unknown kind")?;
+        self.shared.store().forget(kind, namespace, name);
+        Ok(())
+    }
+
     /// Goes back to a backup, in versions too. Running watches end.
     pub fn restore(&self, backup: &Backup) {
         *self.shared.store() = backup.0.clone();

@@ -223,6 +223,14 @@ impl Store {
         object
     }
 
+    /// Loses an object: no watch is told.
+    pub(super) fn forget(&mut self, kind: usize, namespace: &str, name: &str) {
+        self.version += 1;
+        let key = (namespace.to_owned(), name.to_owned());
+        self.objects[kind].remove(&key);
+        self.free_ports(&key);
+    }
+
     fn free_ports(&mut self, key: &Key) {
         for port in self.ports_of.remove(key).unwrap_or_default() {
             self.node_ports.remove(&port);

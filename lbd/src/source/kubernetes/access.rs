@@ -1,11 +1,13 @@
 //! Access to a cluster: a kubeconfig file, checked, and the client made from it.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::net::{IpAddr, SocketAddr};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use http::Uri;
 use kube::Client;
 use kube::config::{Kubeconfig, KubeconfigError};
 use tokio::sync::watch;
@@ -93,9 +95,43 @@ pub struct Access {
 
 struct Inner {
     settings: config::Kubernetes,
+    /// Where the server is, as the kubeconfig says, and the addresses of that.
+    server: Mutex<Server>,
+    /// Where to dial instead, and which of it is in use.
+    detour: Mutex<Detour>,
     client: watch::Sender<Client>,
     fingerprint: Mutex<u64>,
     failure: Mutex<Option<String>>,
+}
+
+/// The server that a kubeconfig names.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Server {
+    host: String,
+    port: u16,
+    addresses: Vec<IpAddr>,
+}
+
+impl Server {
+    fn of(url: &Uri) -> Self {
+        let host = url.host().unwrap_or_default().trim_start_matches('[').trim_end_matches(']').to_owned();
+        let port = url.port_u16().unwrap_or(if url.scheme_str() == Some("http") { 80 } else { 443 });
+        let addresses = host.parse().into_iter().collect();
+        Self { host, port, addresses }
+    }
+}
+
+/// Backends of a VIP of ours that the server is behind: the host's own packets do not pass its datapath.
+#[derive(Debug, Default)]
+struct Detour {
+    backends: Vec<SocketAddr>,
+    next: usize,
+}
+
+impl Detour {
+    fn current(&self) -> Option<SocketAddr> {
+        self.backends.get(self.next % self.backends.len().max(1)).copied()
+    }
 }
 
 impl std::fmt::Debug for Access {
@@ -107,14 +143,61 @@ impl std::fmt::Debug for Access {
 impl Access {
     /// Reads the kubeconfig and makes a client of it. Nothing is sent yet. Must be called inside a runtime.
     pub fn open(settings: &config::Kubernetes) -> Result<Self, SourceError> {
-        let (client, fingerprint) = load(settings)?;
+        let (client, fingerprint, server) = load(settings, None)?;
         let inner = Inner {
             settings: settings.clone(),
+            server: Mutex::new(server),
+            detour: Mutex::default(),
             client: watch::Sender::new(client),
             fingerprint: Mutex::new(fingerprint),
             failure: Mutex::new(None),
         };
         Ok(Self { inner: Arc::new(inner) })
+    }
+
+    /// Addresses and port of the server, as far as they are known.
+    pub(crate) fn server(&self) -> (Vec<IpAddr>, u16) {
+        let server = lock(&self.inner.server);
+        (server.addresses.clone(), server.port)
+    }
+
+    /// Dials one of these instead of what the kubeconfig says, with the same name in TLS; none: what the kubeconfig says.
+    pub(crate) fn set_detour(&self, backends: Vec<SocketAddr>) {
+        let mut detour = lock(&self.inner.detour);
+        let before = detour.current();
+        if detour.backends == backends {
+            return;
+        }
+        // One that is still there is not left for another.
+        detour.next = before.and_then(|before| backends.iter().position(|new| *new == before)).unwrap_or_default();
+        detour.backends = backends;
+        let now = detour.current();
+        drop(detour);
+        if before != now {
+            self.redial(now);
+        }
+    }
+
+    /// The server did not answer: if there are several ways, the next is tried.
+    pub(crate) fn another_way(&self) {
+        let mut detour = lock(&self.inner.detour);
+        if detour.backends.len() > 1 {
+            detour.next = (detour.next + 1) % detour.backends.len();
+            let now = detour.current();
+            drop(detour);
+            self.redial(now);
+        }
+    }
+
+    fn redial(&self, detour: Option<SocketAddr>) {
+        match load(&self.inner.settings, detour) {
+            Ok((client, fingerprint, _)) => {
+                tracing::info!(?detour, "the API server is behind a VIP of ours: dialled directly");
+                *lock(&self.inner.fingerprint) = fingerprint;
+                self.inner.client.send_replace(client);
+            }
+            Err(error) => tracing::warn!("{error}; the client of before stays in use"),
+        }
     }
 
     /// The client as the file says now.
@@ -144,15 +227,37 @@ impl Access {
         if now == *lock(&self.inner.fingerprint) {
             return Ok(false);
         }
-        let (client, now) = load(&self.inner.settings)?;
+        let detour = lock(&self.inner.detour).current();
+        let (client, now, server) = load(&self.inner.settings, detour)?;
+        *lock(&self.inner.server) = server;
         *lock(&self.inner.fingerprint) = now;
         self.inner.client.send_replace(client);
         Ok(true)
     }
 
+    /// Learns the addresses of a server that has a name.
+    async fn resolve(&self) {
+        let (host, port) = {
+            let server = lock(&self.inner.server);
+            (server.host.clone(), server.port)
+        };
+        if host.parse::<IpAddr>().is_ok() {
+            return;
+        }
+        if let Ok(Ok(found)) =
+            tokio::time::timeout(CONNECT_TIMEOUT, tokio::net::lookup_host((host.as_str(), port))).await
+        {
+            let mut server = lock(&self.inner.server);
+            if server.host == host {
+                server.addresses = found.map(|address| address.ip()).collect();
+            }
+        }
+    }
+
     /// Looks at the file from time to time, for ever.
     pub(crate) async fn follow(self) {
         loop {
+            self.resolve().await;
             tokio::time::sleep(REREAD_INTERVAL).await;
             match self.reread() {
                 Ok(false) => {}
@@ -192,7 +297,8 @@ fn fingerprint(kubeconfig: &Kubeconfig) -> u64 {
     hasher.finish()
 }
 
-fn load(settings: &config::Kubernetes) -> Result<(Client, u64), SourceError> {
+/// `detour` is dialled instead of the server's own address.
+fn load(settings: &config::Kubernetes, detour: Option<SocketAddr>) -> Result<(Client, u64, Server), SourceError> {
     let path = &settings.kubeconfig;
     let kubeconfig = read(path)?;
     let fingerprint = fingerprint(&kubeconfig);
@@ -218,6 +324,11 @@ fn load(settings: &config::Kubernetes) -> Result<(Client, u64), SourceError> {
             return Err(SourceError::Insecure { path: path.clone(), what });
         }
     }
+    let server = Server::of(&config.cluster_url);
+    if let Some(detour) = detour {
+        config.tls_server_name.get_or_insert_with(|| server.host.clone());
+        config.cluster_url = redirected(&config.cluster_url, detour);
+    }
     config.accept_invalid_certs = settings.allow_insecure;
     // A proxy named in the environment is meant for programs that fetch things, not for the control plane.
     config.proxy_url = None;
@@ -229,13 +340,20 @@ fn load(settings: &config::Kubernetes) -> Result<(Client, u64), SourceError> {
     config.default_retry = false;
     let client = Client::try_from(config)
         .map_err(|source| SourceError::Client { path: path.clone(), source: Box::new(source) })?;
-    Ok((client, fingerprint))
+    Ok((client, fingerprint, server))
+}
+
+/// The same URL at another address.
+fn redirected(url: &Uri, to: SocketAddr) -> Uri {
+    let mut parts = url.clone().into_parts();
+    parts.authority = to.to_string().parse().ok();
+    Uri::from_parts(parts).unwrap_or_else(|_| url.clone())
 }
 
 fn is_loopback(host: Option<&str>) -> bool {
     host.is_some_and(|host| {
         let host = host.trim_start_matches('[').trim_end_matches(']');
-        host == "localhost" || host.parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback())
+        host == "localhost" || host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
     })
 }
 
@@ -259,7 +377,7 @@ mod tests {
 
     fn open(file: &tempfile::NamedTempFile, allow_insecure: bool) -> Result<(), String> {
         let settings = config::Kubernetes { kubeconfig: file.path().into(), allow_insecure, max_blind: None };
-        load(&settings).map(|_| ()).map_err(|error| error.to_string())
+        load(&settings, None).map(|_| ()).map_err(|error| error.to_string())
     }
 
     const TOKEN: &str = "    token: secret\n";
@@ -302,6 +420,41 @@ mod tests {
         let error =
             open(&file("https://10.32.96.1:6443", "    proxy-url: http://p:1\n", TOKEN, 0o600), false).unwrap_err();
         assert!(error.contains("proxy-url"), "{error}");
+    }
+
+    #[test]
+    fn another_address_is_dialled_under_the_same_name() {
+        let url: Uri = "https://api.hub.example:6443/base".parse().unwrap();
+        let to = "10.32.96.105:30918".parse().unwrap();
+        assert_eq!(redirected(&url, to).to_string(), "https://10.32.96.105:30918/base");
+        assert_eq!(
+            redirected(&url, "[2001:db8::5]:30918".parse().unwrap()).authority().unwrap(),
+            "[2001:db8::5]:30918"
+        );
+        let server = Server::of(&"https://[2001:db8::110]".parse().unwrap());
+        assert_eq!((server.host.as_str(), server.port, server.addresses.len()), ("2001:db8::110", 443, 1));
+    }
+
+    #[tokio::test]
+    async fn a_detour_makes_a_new_client_and_another_one_after_a_failure() {
+        let file = file("https://192.0.2.34:6443", "", TOKEN, 0o600);
+        let settings = config::Kubernetes { kubeconfig: file.path().into(), allow_insecure: false, max_blind: None };
+        let access = Access::open(&settings).unwrap();
+        assert_eq!(access.server(), (vec!["192.0.2.34".parse().unwrap()], 6443));
+        let mut clients = access.subscribe();
+        let backends: Vec<SocketAddr> = ["10.0.0.11:30918", "10.0.0.12:30918"].map(|text| text.parse().unwrap()).into();
+        access.set_detour(backends.clone());
+        assert!(clients.has_changed().unwrap());
+        clients.mark_unchanged();
+        access.set_detour(backends.iter().rev().copied().collect());
+        assert!(!clients.has_changed().unwrap(), "the way in use is still there");
+        access.another_way();
+        assert!(clients.has_changed().unwrap());
+        assert_eq!(lock(&access.inner.detour).current(), Some(backends[1]));
+        clients.mark_unchanged();
+        access.set_detour(Vec::new());
+        assert!(clients.has_changed().unwrap());
+        access.another_way();
     }
 
     #[tokio::test]

@@ -191,7 +191,16 @@ pub(crate) fn describe(error: &kube::Error) -> String {
         }
         source = cause.source();
     }
+    if is_of_clocks(&text) {
+        text.push_str("; compare the clocks of this host and of the server, then the certificate");
+    }
     text
+}
+
+/// Whether an error may come from a clock that is wrong.
+fn is_of_clocks(text: &str) -> bool {
+    let text = text.to_lowercase();
+    text.contains("certificate") && ["expired", "not valid yet", "notvalidyet"].iter().any(|word| text.contains(word))
 }
 
 /// Whether a version comes before another. Those that are no numbers say nothing.
@@ -341,6 +350,9 @@ impl Follower {
         if self.updates.send(update).await.is_err() {
             return false;
         }
+        if failure.code == 0 {
+            self.access.another_way();
+        }
         // Credentials that are refused may have been replaced: look at once, then not more often than the pauses allow.
         if failure.code == 401 && self.access.reread().unwrap_or(false) && !*refused_before {
             *refused_before = true;
@@ -453,6 +465,18 @@ impl Follower {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn b36_certificates_that_are_early_or_late_are_a_matter_of_clocks() {
+        for text in [
+            "invalid peer certificate: Expired",
+            "invalid peer certificate: NotValidYet",
+            "certificate not valid yet: verification",
+        ] {
+            assert!(is_of_clocks(text), "{text}");
+        }
+        assert!(!is_of_clocks("invalid peer certificate: UnknownIssuer") && !is_of_clocks("token expired"));
+    }
 
     #[test]
     fn a_server_that_goes_back_is_not_believed_until_that_lasts() {

@@ -169,8 +169,8 @@ impl Worker {
             Ok(Err(error)) => return self.failed("get", &error),
             Err(_) => return Look::Nothing,
         };
-        // What happened in a gap was not watched.
-        let gap = self.last_look.replace(begun).is_none_or(|last| begun - last > self.timing.interval * 2);
+        // What happened in a gap was not watched; a shorter one leaves the holder time to renew.
+        let gap = self.last_look.replace(begun).is_none_or(|last| begun - last > self.timing.valid * 2 / 3);
         let Some(lease) = found else { return self.create(&api).await };
         let version = lease.metadata.resource_version.clone().unwrap_or_default();
         let holder = lease.spec.as_ref().and_then(|spec| spec.holder_identity.clone()).unwrap_or_default();
