@@ -597,8 +597,8 @@ abi_struct! {
         pub record: HalfOpen<A>,
         /// Where the packet shall go.
         pub to: Tuple<A>,
-        /// Zero.
-        pub pad: u32,
+        /// Hash of the reverse tuple of `to`.
+        pub reverse: u32,
         /// What looks for a SNAT port: the client's hash.
         pub hash: u64,
         /// The first port that it may have (host order).
@@ -810,8 +810,12 @@ abi_struct! {
         pub next_hop: u16,
         /// `BACKEND_*` bits.
         pub flags: u16,
+        /// What the first 32 bits of our addresses in the backend's segment, of its family, have in common: no other source can be one of them.
+        pub ours_be: u32,
+        /// Which bits those are; 0 = none.
+        pub ours_mask_be: u32,
     }
-    size 24 align 2 offsets { address: 0, port_be: 16, segment: 18, next_hop: 20, flags: 22 }
+    size 32 align 4 offsets { address: 0, port_be: 16, segment: 18, next_hop: 20, flags: 22, ours_be: 24, ours_mask_be: 28 }
 }
 
 /// [`Backend::flags`]: in use by the current plan.

@@ -660,19 +660,26 @@ pub mod bench {
     fn backends(datapath: &mut Datapath, nodes: usize) -> Result<()> {
         let backend = |address, segment, next_hop| abi::Backend {
             address,
-            port_be: 0,
             segment,
             next_hop,
             flags: abi::BACKEND_PRESENT | abi::BACKEND_ELIGIBLE,
+            ..abi::Backend::ZERO
         };
+        // What the hub's addresses have in common: 10.0.0.0/24, 2001:db8::/32.
+        let on_hub = |address, hop, [ours_be, ours_mask_be]: [u32; 2]| abi::Backend {
+            ours_be,
+            ours_mask_be,
+            ..backend(address, HUB_SEGMENT, hop)
+        };
+        let (hub4, hub6) = ([0x0a00_0000, 0xffff_ff00].map(u32::to_be), [0x2001_0db8, 0xffff_ffff].map(u32::to_be));
         let mut backends: Array<&mut MapData, abi::Backend> = datapath.array(names::BACKENDS)?;
         for index in 0..NODES.len() {
             let number = index as u32;
             let (node4, node6) = (<Ipv4Addr as Ip>::NODES[index], Ipv6Addr::NODES[index]);
             let id = u32::from(Ipv4Addr::FIRST_BACKEND) + number;
-            backends.set(id, backend(node4.mapped(), HUB_SEGMENT, node_hop(index)), 0)?;
+            backends.set(id, on_hub(node4.mapped(), node_hop(index), hub4), 0)?;
             let id = u32::from(Ipv6Addr::FIRST_BACKEND) + number;
-            backends.set(id, backend(node6.mapped(), HUB_SEGMENT, node_hop(index)), 0)?;
+            backends.set(id, on_hub(node6.mapped(), node_hop(index), hub6), 0)?;
         }
         for (which, id) in WORKERS.into_iter().enumerate() {
             let worker = backend(WORKER.mapped(), VLAN_SEGMENTS[which], VLAN_HOPS[which][2]);

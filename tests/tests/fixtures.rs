@@ -618,10 +618,10 @@ fn a_one_armed_backend_is_reached_by_xdp_tx() -> Result<()> {
         1,
         abi::Backend {
             address: abi::mapped(worker.octets()),
-            port_be: 0,
             segment: bench::TENANT_SEGMENT,
             next_hop: 20,
             flags: abi::BACKEND_PRESENT | abi::BACKEND_ELIGIBLE,
+            ..abi::Backend::ZERO
         },
         0,
     )?;

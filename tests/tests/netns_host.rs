@@ -274,7 +274,11 @@ fn a_flood_of_one_tenant_does_not_touch_the_other() -> Result<()> {
             while !flood.is_finished() {
                 for target in &other {
                     let report = lab::load(&bench.other, target, false, 50)?;
-                    ensure!(report.failed == 0, "{kind}: tenant b's connections fail: {report:?}");
+                    ensure!(
+                        report.failed == 0,
+                        "{kind}: tenant b's connections fail: {report:?}; {:?}",
+                        agent.losses(Some("b"))?
+                    );
                     opened += 50;
                 }
             }

@@ -382,7 +382,8 @@ pub(crate) fn choose<A: Tables>(
     // On the other side, the client's address may be ours or another backend's: no client can have it.
     // SAFETY: this CPU's value.
     let source = unsafe { (*client.making).key.tuple.source_be };
-    if backend.segment != client.segment.id && local_address(source, backend.segment).is_some() {
+    let like_ours = (source.quads()[0] ^ backend.ours_be) & backend.ours_mask_be == 0;
+    if like_ours && backend.segment != client.segment.id && local_address(source, backend.segment).is_some() {
         return Err(refuse(Reason::BadSource, frontend.tenant));
     }
     Ok(Choice { id, backend, target_port_be })

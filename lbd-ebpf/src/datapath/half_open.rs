@@ -304,13 +304,11 @@ pub(crate) fn allocate<A: Tables>(
 ) -> Result<Found<A>, Reason> {
     // SAFETY: this CPU's value.
     let (first, last, hash) = unsafe { ((*making).first, (*making).last, (*making).hash) };
-    let scratch = budgets(now).ok_or(Reason::Internal)?;
-    let busy = scratch.busy_tenant == u32::from(tenant);
     let mut full = false;
     let mut attempt = 0;
     let tries = opaque::<{ hash::PORT_TRIES }>();
     while attempt < tries {
-        if busy && attempt >= TRIES_WHEN_BUSY {
+        if attempt == TRIES_WHEN_BUSY && budgets(now).is_some_and(|it| it.busy_tenant == u32::from(tenant)) {
             return Err(Reason::SnatBusy);
         }
         let port = hash::snat_port(hash, attempt, first, last);
@@ -338,7 +336,9 @@ pub(crate) fn allocate<A: Tables>(
         return claimed(making, port, (found >> 16) & 0xffff, expires);
     }
     Err(if found == LATER {
-        scratch.busy_tenant = u32::from(tenant);
+        if let Some(scratch) = budgets(now) {
+            scratch.busy_tenant = u32::from(tenant);
+        }
         Reason::SnatBusy
     } else if full || found == FULL {
         Reason::HalfOpenFull
@@ -352,15 +352,8 @@ pub(crate) fn allocate<A: Tables>(
 fn claimed<A: Tables>(making: *mut Making<A>, port: u16, way: u64, expires: u32) -> Result<Found<A>, Reason> {
     let set = A::half_open().get_ptr_mut(hash::half_open_set(port, HALF_OPEN_SETS)).ok_or(Reason::Internal)?;
     // SAFETY: this CPU's value.
-    let tag = unsafe { tag::tag(tag::BUSY, reverse_of(making), (*making).hash, expires) };
+    let tag = unsafe { tag::tag(tag::BUSY, (*making).reverse, (*making).hash, expires) };
     Ok(Found { set, way: way as usize, tag })
-}
-
-/// Hash of the reverse tuple of [`Making::to`].
-#[inline(always)]
-fn reverse_of<A: Tables>(making: *mut Making<A>) -> u32 {
-    // SAFETY: this CPU's value.
-    unsafe { hash::reverse(&(*making).to, (*making).backend_segment, (*making).protocol as u8) }
 }
 
 /// Claims a record in a set for a reverse tuple with hash `reverse`; gives the way, [`TAKEN`] or [`FULL`]. Two CPUs that claim one tuple
@@ -420,9 +413,15 @@ pub(crate) fn take<A: Tables>(port: u32, look: u32, now: u32, expires: u32) -> u
         return TAKEN;
     }
     let Some(set) = A::half_open().get_ptr_mut(hash::half_open_set(port as u16, HALF_OPEN_SETS)) else { return FULL };
-    let way = claim(set, reverse_of(making), hash, now, expires);
+    // SAFETY: this CPU's value.
+    let reverse = unsafe {
+        let reverse = hash::reverse(&(*making).to, (*making).backend_segment, (*making).protocol as u8);
+        (*making).reverse = reverse;
+        reverse
+    };
+    let way = claim(set, reverse, hash, now, expires);
     if way < TAKEN && !reverse_is_free(making) {
-        let tag = tag::tag(tag::BUSY, reverse_of(making), hash, expires);
+        let tag = tag::tag(tag::BUSY, reverse, hash, expires);
         Found { set, way: way as usize, tag }.abandon();
         return TAKEN;
     }

@@ -2,8 +2,9 @@
 
 use aya_ebpf::programs::XdpContext;
 use lbd_common::abi::{
-    FLOW_ADOPTED, FLOW_FIN, FLOW_PEER_FIN, FLOW_REPLIED, FRONTEND_ADOPT, Frontend, HALF_OPEN_ANSWERED,
-    HALF_OPEN_ATTEMPT_SHIFT, HalfOpen, Making, NextHop, SETTING_MIGRATING, STAGE_LOCAL, Settings, Tuple,
+    FLOW_ADOPTED, FLOW_DEAD, FLOW_FIN, FLOW_PEER_FIN, FLOW_REPLIED, FRONTEND_ADOPT, FlowKey, Frontend,
+    HALF_OPEN_ANSWERED, HALF_OPEN_ATTEMPT_SHIFT, HalfOpen, Making, NextHop, SETTING_MIGRATING, STAGE_LOCAL, Settings,
+    Tuple,
 };
 use lbd_common::breaker;
 use lbd_common::half_open as tag;
@@ -14,6 +15,7 @@ use lbd_common::packet::{
 use lbd_common::reason::Reason;
 use lbd_common::tcp::{self, ACK, FIN, RST, SYN};
 
+use super::age::write_reply;
 use super::choice::{
     Client, Kind, Target, admit, announce, choose, first_port, frontend_of, over_limit, prepare, promoted, refused,
     reply_to, write_key,
@@ -154,12 +156,17 @@ pub(crate) fn prove<A: Tables>(context: &XdpContext) -> Outcome {
     let quiet = settings.flags & SETTING_MIGRATING != 0;
     let unknown = if quiet { Reason::NoFlowQuiet } else { Reason::NoFlow };
     let Some(found) = of_client::<A>(hash, first_port(making, frontend, hash), now) else {
+        // SAFETY: this CPU's value.
+        if is_made::<A>(unsafe { &(*making).key }) {
+            return packet.arrival.go(context, A::STAGES.flags);
+        }
         let adopting = frontend.flags & FRONTEND_ADOPT != 0 && settings.adopts(now) && flags & (ACK | RST) == ACK;
         return if adopting { packet.arrival.go(context, A::STAGES.adopt) } else { Err(no(unknown)) };
     };
     // SAFETY: this CPU's value.
-    let Some(record) = found.copy(making).filter(|record| record.client.is(unsafe { &(*making).key.tuple })) else {
-        return Err(no(Reason::NoFlow));
+    let key = unsafe { &(*making).key };
+    let Some(record) = found.copy(making).filter(|record| record.client.is(&key.tuple)) else {
+        return if is_made::<A>(key) { packet.arrival.go(context, A::STAGES.flags) } else { Err(no(Reason::NoFlow)) };
     };
     if Target::of(record).is_same(frontend, &record.to) == Some(false) {
         found.release(tag::LIVE, record.tenant, now);
@@ -316,6 +323,9 @@ pub(crate) fn answer<A: Tables>(context: &XdpContext) -> Outcome {
     if let Some(found) = of_backend(packet.making, packet.now) {
         return from_backend(context, packet, &found);
     }
+    if reply_is_made(packet.making) {
+        return packet.arrival.go(context, A::STAGES.flags);
+    }
     // Not the host's TCP: it would reset what it does not know. A SYN is nobody's reply.
     if reply.from_backend && packet.headers.tcp.flags & (SYN | ACK) != SYN {
         let quiet = packet.settings.flags & SETTING_MIGRATING != 0;
@@ -324,13 +334,32 @@ pub(crate) fn answer<A: Tables>(context: &XdpContext) -> Outcome {
     packet.arrival.go(context, STAGE_LOCAL)
 }
 
+/// Whether there is a flow now, which there was not when the packet came: another CPU has promoted it since, with a packet that came at the
+/// same time (a client's bare ACK and its first data), and its half-open record is gone.
+#[inline(always)]
+fn is_made<A: Tables>(key: &FlowKey<A>) -> bool {
+    // SAFETY: a map value, which the verifier checks.
+    A::flows().get_ptr(key).is_some_and(|flow| unsafe { (*flow).state & FLOW_DEAD == 0 })
+}
+
+/// The same for a backend's packet, whose tuple turned around is in [`Making::key`].
+#[inline(always)]
+fn reply_is_made<A: Tables>(making: *mut Making<A>) -> bool {
+    // SAFETY: this CPU's value.
+    is_made::<A>(unsafe { write_reply(making, &raw const (*making).key.tuple, (*making).key.segment, TCP) })
+}
+
 /// A backend's packet on a half-open connection.
 #[inline(always)]
 fn from_backend<A: Tables>(context: &XdpContext, packet: &mut Packet<'_, A>, found: &Found<A>) -> Outcome {
     let making = packet.making;
     // SAFETY: this CPU's value.
     let Some(record) = found.copy(making).filter(|record| record.to.is(unsafe { &(*making).key.tuple })) else {
-        return Err(refuse(Reason::StrayReplyQuiet, 0));
+        return if reply_is_made(making) {
+            packet.arrival.go(context, A::STAGES.flags)
+        } else {
+            Err(refuse(Reason::StrayReplyQuiet, 0))
+        };
     };
     let no = |reason| refuse(reason, record.tenant);
     let flags = packet.headers.tcp.flags;

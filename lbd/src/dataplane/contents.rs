@@ -214,9 +214,42 @@ pub(super) fn address(mapped: &[u8; 16]) -> IpAddr {
     IpAddr::from(*mapped).to_canonical()
 }
 
-/// A backend's value.
-pub(super) fn backend(plan: &BackendPlan, next_hop: u16) -> Backend {
+/// What the first 32 bits of our addresses of a family in a segment have in common.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct CommonPrefix {
+    /// The first 32 bits of one of them.
+    bits: u32,
+    /// How many of those are the same in all.
+    length: u32,
+}
+
+impl CommonPrefix {
+    /// The mask.
+    fn mask(self) -> u32 {
+        u32::MAX.checked_shl(32 - self.length).unwrap_or(0)
+    }
+}
+
+/// The common prefixes of our addresses, by segment and family (`true` = IPv6): those that [`addresses`] knows there.
+pub(super) fn common_prefixes(plan: &Plan) -> BTreeMap<(SegmentId, bool), CommonPrefix> {
+    let mut all: BTreeMap<(SegmentId, bool), CommonPrefix> = BTreeMap::new();
+    let backends = plan.backends.values().map(|backend| (backend.segment, backend.address));
+    for (segment, address) in plan.addresses.keys().copied().chain(backends) {
+        let bits = match address {
+            IpAddr::V4(address) => address.to_bits(),
+            IpAddr::V6(address) => (address.to_bits() >> 96) as u32,
+        };
+        let common = all.entry((segment, address.is_ipv6())).or_insert(CommonPrefix { bits, length: 32 });
+        common.length = common.length.min((common.bits ^ bits).leading_zeros());
+    }
+    all
+}
+
+/// A backend's value; `ours` is what our addresses in its segment have in common.
+pub(super) fn backend(plan: &BackendPlan, next_hop: u16, ours: CommonPrefix) -> Backend {
     Backend {
+        ours_be: (ours.bits & ours.mask()).to_be(),
+        ours_mask_be: ours.mask().to_be(),
         address: mapped(plan.address),
         port_be: plan.port.to_be(),
         segment: plan.segment,
@@ -459,6 +492,26 @@ mod tests {
         let value = local_address(&shared, true);
         assert_eq!(value.flags, ADDRESS_SNAT | ADDRESS_HOST);
         assert_eq!((value.snat_first, value.snat_last), (1024, 32767));
+    }
+
+    #[test]
+    fn our_addresses_have_a_prefix_in_common() {
+        let mut plan = Plan::default();
+        let mut know = |segment, address: &str| {
+            plan.addresses.insert((segment, address.parse().unwrap()), AddressPlan::default());
+            common_prefixes(&plan)
+        };
+        let prefix = |all: &BTreeMap<(SegmentId, bool), CommonPrefix>, segment, v6| {
+            let common = all[&(segment, v6)];
+            (common.bits & common.mask(), common.mask())
+        };
+        assert_eq!(prefix(&know(2, "10.0.0.2"), 2, false), (0x0a00_0002, u32::MAX));
+        assert_eq!(prefix(&know(2, "10.0.0.11"), 2, false), (0x0a00_0000, 0xffff_fff0));
+        know(2, "2001:db8:f::2");
+        let all = know(3, "192.0.2.34");
+        assert_eq!(prefix(&all, 2, false), (0x0a00_0000, 0xffff_fff0));
+        assert_eq!(prefix(&all, 2, true), (0x2001_0db8, u32::MAX));
+        assert_eq!(prefix(&know(2, "192.0.2.1"), 2, false), (0, 0));
     }
 
     #[test]

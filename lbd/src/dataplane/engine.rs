@@ -620,13 +620,15 @@ impl Engine {
     }
 
     fn wanted_backends(&self) -> BTreeMap<u32, Backend> {
+        let prefixes = contents::common_prefixes(&self.plan);
         self.plan
             .backends
             .iter()
             .filter_map(|(&id, backend)| {
+                let ours = prefixes.get(&(backend.segment, backend.address.is_ipv6()))?;
                 let segment = self.plan.segments.get(&backend.segment)?;
                 let hop = self.hops.get(&contents::hop_to(backend.segment, segment, backend.address))?;
-                Some((u32::from(id), contents::backend(backend, hop.index)))
+                Some((u32::from(id), contents::backend(backend, hop.index, *ours)))
             })
             .collect()
     }

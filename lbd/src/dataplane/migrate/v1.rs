@@ -508,6 +508,8 @@ pub const fn backend(old: &Backend) -> abi::Backend {
         segment: old.segment,
         next_hop: old.next_hop,
         flags: old.flags & (abi::BACKEND_PRESENT | abi::BACKEND_ELIGIBLE),
+        ours_be: 0,
+        ours_mask_be: 0,
     }
 }
 
