@@ -214,7 +214,7 @@ impl Engine {
             facts: HostFacts::default(),
             neighbours: Neighbours::new(),
             nics: BTreeMap::new(),
-            claims: Claims::default(),
+            claims: Claims::new(config.datapath.announce_interval),
             kept: BTreeSet::new(),
             plan: Arc::default(),
             regions: Regions::new(abi::MAGLEV_CHUNKS),
