@@ -1145,6 +1145,8 @@ mod tests {
             networks: vec![network.parse().unwrap()],
             gateways: Vec::new(),
             host_ports: BTreeSet::new(),
+            host_access_all: false,
+            host_access_icmp: false,
         }
     }
 
