@@ -370,7 +370,10 @@ fn announcements_come_every_minute_or_as_the_file_says() {
     let interval = |text: &str| parse(text, "lbd.yaml").unwrap().datapath.announce_interval;
     assert_eq!(interval(VALID), Duration::from_mins(1));
     assert_eq!(interval(&changed("mss_clamp: auto", "mss_clamp: auto, announce_interval: 1s")), Duration::from_secs(1));
-    assert_eq!(interval(&changed("mss_clamp: auto", "mss_clamp: auto, announce_interval: 1h")), Duration::from_hours(1));
+    assert_eq!(
+        interval(&changed("mss_clamp: auto", "mss_clamp: auto, announce_interval: 1h")),
+        Duration::from_hours(1)
+    );
 }
 
 #[test]
