@@ -675,6 +675,10 @@ abi_struct! {
 pub const SEGMENT_TENANT: u16 = 1 << 0;
 /// [`Segment::flags`]: the hub's nodes live here; what matches no flow is the host's own.
 pub const SEGMENT_HUB: u16 = 1 << 1;
+/// [`Segment::flags`]: what [`TENANT_HOST_ACCESS_OWN`] is, on a segment that is no one tenant's: its tenants have the same access.
+pub const SEGMENT_HOST_ACCESS_OWN: u16 = 1 << 2;
+/// [`Segment::flags`]: what [`TENANT_HOST_ACCESS_ICMP`] is, on a segment that is no one tenant's.
+pub const SEGMENT_HOST_ACCESS_ICMP: u16 = 1 << 3;
 
 abi_struct! {
     /// Key of [`names::ADDRESSES`].

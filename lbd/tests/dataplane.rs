@@ -133,6 +133,8 @@ fn plan(vips: u8) -> Plan {
         networks: vec![network.parse().unwrap()],
         gateways: if tenant_side { vec!["192.0.2.1".parse().unwrap()] } else { Vec::new() },
         host_ports: std::collections::BTreeSet::new(),
+        host_access_all: false,
+        host_access_icmp: false,
     };
     let mut plan = Plan::default();
     plan.segments.insert(1, segment("ten0", "192.0.2.0/24", true));

@@ -828,6 +828,30 @@ fn to_host<I: Ip>() -> Result<()> {
     }
     expected.insert((bench::TENANT, Reason::NotLocal), elsewhere);
     assert_eq!(datapath.reasons()?, expected);
+
+    // Where several tenants share the segment, it says what they may; no one of them is counted.
+    let at = abi::segment_index(TENANT_NIC as u32, 0);
+    let own = abi::AddressKey { address: I::TENANT_ADDRESS.mapped(), segment: bench::TENANT_SEGMENT, port_be: 0 };
+    let nobodys = abi::LocalAddress { flags: abi::ADDRESS_HOST, ..abi::LocalAddress::ZERO };
+    datapath.hash(names::ADDRESSES)?.insert(own, nobodys, 0)?;
+    let segments = datapath.array::<abi::Segment>(names::SEGMENTS)?;
+    let segment = segments.get(&at, 0)?;
+    for (flags, open) in [
+        (0, [true, true, false, false, false]),
+        (abi::SEGMENT_HOST_ACCESS_ICMP, [true, true, false, false, true]),
+        (abi::SEGMENT_HOST_ACCESS_OWN, [true; 5]),
+    ] {
+        let shared = abi::Segment { tenant: 0, flags: segment.flags | flags, ..segment };
+        datapath.array::<abi::Segment>(names::SEGMENTS)?.set(at, shared, 0)?;
+        let mut seen = expected.clone();
+        for (frame, open) in frames.iter().zip(open) {
+            ends(&datapath, TENANT_NIC, frame, if open { PASS } else { DROP }, "shared")?;
+            let reason = if open { Reason::Host } else { Reason::HostClosed };
+            *seen.entry((0, reason)).or_default() += 1;
+        }
+        assert_eq!(datapath.reasons()?, seen, "{flags}");
+        expected = seen;
+    }
     nothing_forwarded(&mut datapath)
 }
 

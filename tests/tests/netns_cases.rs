@@ -2,7 +2,6 @@
 //!
 //! All run on the cases' bench: tenant a on `ten0`, tenant b on `ten1`, the hub on `hub0`.
 use std::collections::BTreeSet;
-use std::io::{Read as _, Write as _};
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
@@ -621,13 +620,7 @@ fn b17_a_bad_configuration_on_reload() -> Result<()> {
         ("an empty file", String::new()),
     ];
     let stale = |wanted: &str| -> Result<()> {
-        let metrics = bench.lb.run(|| {
-            let mut stream = std::net::TcpStream::connect("127.0.0.1:9474")?;
-            stream.write_all(b"GET /metrics HTTP/1.0\r\nHost: lbd\r\n\r\n")?;
-            let mut text = String::new();
-            stream.read_to_string(&mut text)?;
-            Ok(text)
-        })?;
+        let metrics = agent.metrics()?;
         let line = metrics.lines().find(|line| line.starts_with("lbd_config_stale ")).unwrap_or("none");
         ensure!(line.ends_with(wanted), "lbd_config_stale: {line}, wanted {wanted}");
         Ok(())

@@ -2,7 +2,7 @@
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use lbd_tests::lab::{self, Agent, Bench, Capture, Hold, Keep, Listener, Nic, Peer, Ticker, Untouched, Watch, fast};
 
 const TARGET: &str = "192.0.2.34:6443";
@@ -129,6 +129,7 @@ fn a41_snat_ports_run_out_and_come_back() -> Result<()> {
         service["vip"] == "192.0.2.34:6443" && service["refused"].as_u64().is_some_and(|refused| refused >= 50)
     });
     ensure!(told, "the VIP's refusals are not counted: {services}");
+    snat_exhaustion_is_told(&agent)?;
     let report = leave.finish()?;
     report.assert_whole()?;
     ensure!(report.connections == 60, "{report:?}");
@@ -147,6 +148,36 @@ fn a41_snat_ports_run_out_and_come_back() -> Result<()> {
     report.assert_whole()?;
     ensure!(report.connections == 40, "{report:?}");
     other.check(&agent)
+}
+
+/// One lasting event and one metric name the VIP, and the backend whose ports are used up.
+fn snat_exhaustion_is_told(agent: &Agent) -> Result<()> {
+    let mut told = Vec::new();
+    lab::wait_until(Duration::from_secs(10), "SnatExhausted is told", || {
+        let events = agent.lbctl_json(&["events"])?;
+        let ours = |event: &&serde_json::Value| event["reason"] == "SnatExhausted";
+        told = events.as_array().into_iter().flatten().filter(ours).cloned().collect();
+        Ok(!told.is_empty())
+    })?;
+    // More refusals of the same kind are no more events.
+    std::thread::sleep(Duration::from_secs(2));
+    let [event] = told.as_slice() else { bail!("{told:?}") };
+    ensure!(event["active"] == true && event["level"] == "warning" && event["tenant"] == "a", "{event}");
+    let message = event["message"].as_str().unwrap_or_default();
+    for named in ["192.0.2.34:6443/TCP", "10.0.0.11:30918", "10.0.0.2 "] {
+        ensure!(message.contains(named), "{named} is not named: {message}");
+    }
+    for other in ["192.0.2.35", "10.0.0.12", Bench::OTHER_VIP] {
+        ensure!(!message.contains(other), "{other} has nothing to do with it: {message}");
+    }
+    let metrics = agent.metrics()?;
+    let line = metrics.lines().find(|line| line.starts_with("lbd_snat_exhausted{")).unwrap_or_default();
+    for label in ["tenant=\"a\"", "vip=\"192.0.2.34:6443\"", "snat=\"10.0.0.2\"", "backend=\"10.0.0.11:30918\"", "} 1"]
+    {
+        ensure!(line.contains(label), "{label} is not in {line:?}");
+    }
+    ensure!(metrics.contains("lbd_notices{reason=\"SnatExhausted\"} 1"), "{metrics}");
+    Ok(())
 }
 
 /// Ten thousand connections a minute over a hundred ports: each ends at once, one way or the other, and a port is used again only after

@@ -3,7 +3,8 @@
 use aya_ebpf::{bindings::xdp_action, programs::XdpContext};
 use lbd_common::abi::{
     ADDRESS_BACKEND, ADDRESS_HOST, ADDRESS_HOST_PORT, ADDRESS_SNAT, ADDRESS_VIP, Address4, Address6, AddressKey,
-    LocalAddress, SEGMENT_HUB, SEGMENT_TENANT, Segment, TENANT_HOST_ACCESS_ICMP, TENANT_HOST_ACCESS_OWN,
+    LocalAddress, SEGMENT_HOST_ACCESS_ICMP, SEGMENT_HOST_ACCESS_OWN, SEGMENT_HUB, SEGMENT_TENANT, Segment,
+    TENANT_HOST_ACCESS_ICMP, TENANT_HOST_ACCESS_OWN,
 };
 use lbd_common::neighbour::{ADVERTISEMENT, SOLICITATION};
 use lbd_common::packet::{self, ETHERNET, Family, IPV4, IPV6, IpHeader as _, Ipv4, Ipv6, ethertype};
@@ -200,12 +201,12 @@ fn vip<A: Local>(context: &XdpContext, segment: &Segment, header: &A::Header, fl
 #[inline(always)]
 fn is_open<A: Local>(context: &XdpContext, segment: &Segment, header: &A::Header) -> bool {
     let access = TENANTS.get(u32::from(segment.tenant)).map_or(0, |tenant| tenant.flags);
-    if access & TENANT_HOST_ACCESS_OWN != 0 {
+    if access & TENANT_HOST_ACCESS_OWN != 0 || segment.flags & SEGMENT_HOST_ACCESS_OWN != 0 {
         return true;
     }
     let protocol = header.protocol();
     if protocol == A::ICMP {
-        return access & TENANT_HOST_ACCESS_ICMP != 0;
+        return access & TENANT_HOST_ACCESS_ICMP != 0 || segment.flags & SEGMENT_HOST_ACCESS_ICMP != 0;
     }
     if protocol != packet::TCP {
         return false;

@@ -8,6 +8,7 @@ use std::time::Duration;
 use jiff::Timestamp;
 
 use super::events::{Events, Happening, time};
+use super::exhaustion::{self, Exhausted};
 use super::state::{ADDRESSES, IDS, StateDirectory};
 use crate::api::types::{ApplyStatus, ConfigStatus};
 use crate::config::{Config, SegmentName};
@@ -104,6 +105,8 @@ pub(crate) struct Inputs {
     pub succeeded: bool,
     /// The cluster has been silent for longer than this, and must not be for its last state to be acted on.
     pub blind: Option<Duration>,
+    /// Frontends for which SNAT ports have run out.
+    pub exhausted: Vec<Exhausted>,
 }
 
 /// What the addresses of Services were decided from.
@@ -417,6 +420,7 @@ impl<M: Maps> Core<M> {
             .chain(&self.plan.notices)
             .chain(&inputs.host_notices)
             .chain(&inputs.source_notices)
+            .chain(&exhaustion::notices(&inputs.exhausted))
             .cloned()
             .collect();
         self.events.set_lasting(all, now);

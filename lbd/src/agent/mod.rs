@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use jiff::Timestamp;
+use lbd_common::reason::Reason;
 use sd_notify::NotifyState;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -15,13 +16,14 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 
 use self::core::{Core, Inputs};
+use self::exhaustion::{Exhaustion, Look};
 use self::hub::{Hub, Patience};
 use self::state::{HEALTH, INVENTORY, NAMES, StateDirectory, StateError};
 use self::view::{Holders, View};
 use crate::api::server::{Api, Call, Order};
 use crate::api::types::{AcceptClusterReply, AdoptReply, Names, ReloadRequest, SourceStatus};
 use crate::config::{Config, ConfigError, Severity};
-use crate::dataplane::{self, Dataplane, DataplaneError};
+use crate::dataplane::{self, Dataplane, DataplaneError, Pins};
 use crate::health::{self, Prober, SavedTarget};
 use crate::plan::model::{Health, Plan};
 use crate::source::Inventory;
@@ -31,6 +33,7 @@ mod core;
 #[doc(hidden)]
 pub mod dry;
 mod events;
+mod exhaustion;
 mod hub;
 mod reload;
 pub mod state;
@@ -195,6 +198,8 @@ async fn serve(path: PathBuf, config: Config) -> Result<(), AgentError> {
         saved_health: None,
         saved_names: None,
         sources: hub.status(),
+        exhaustion: Exhaustion::default(),
+        looking: None,
         retry: None,
         pause: RETRY_FIRST,
     };
@@ -226,9 +231,10 @@ async fn serve(path: PathBuf, config: Config) -> Result<(), AgentError> {
                     tell_systemd(&[NotifyState::Watchdog]);
                 }
                 agent.watch_sources(&hub);
+                let exhausted = agent.watch_ports();
                 agent.keep_files(&hub);
                 // What only time changes: how long the cluster has been silent, and what is waited for.
-                if !hub.take(&mut agent.inputs) {
+                if !(hub.take(&mut agent.inputs) || exhausted) {
                     hub.flush(agent.core.saved());
                     agent.publish(&hub);
                     continue;
@@ -303,6 +309,8 @@ struct Agent {
     saved_health: Option<Arc<Health>>,
     saved_names: Option<Arc<Plan>>,
     sources: Vec<SourceStatus>,
+    exhaustion: Exhaustion,
+    looking: Option<JoinHandle<Result<Look, DataplaneError>>>,
     retry: Option<Instant>,
     pause: Duration,
 }
@@ -409,6 +417,33 @@ impl Agent {
             }
         }
         self.sources = sources;
+    }
+
+    /// Looks whether SNAT ports have run out, and says whether there is news of it.
+    fn watch_ports(&mut self) -> bool {
+        let now = Timestamp::now().as_second();
+        if let Some(looking) = self.looking.take_if(|looking| looking.is_finished()) {
+            match futures::FutureExt::now_or_never(looking) {
+                Some(Ok(Ok(look))) => self.exhaustion.looked(look, &self.core.plan, now),
+                Some(Ok(Err(error))) => tracing::debug!(%error, "cannot look for the SNAT ports in use"),
+                // It has panicked, which was told, or ends with the agent.
+                Some(Err(_)) | None => {}
+            }
+        }
+        let bpffs = &self.core.config.datapath.bpffs;
+        let tenants = self.core.plan.tenants.keys().copied();
+        match Pins::open(bpffs).and_then(|pins| pins.reason_of(Reason::SnatExhausted, tenants)) {
+            Ok(counts) => self.exhaustion.counted(counts),
+            Err(error) => tracing::debug!(%error, "cannot read refusals"),
+        }
+        // In the background: a million flows take a while.
+        if self.looking.is_none()
+            && let Some(ports) = self.exhaustion.wants_look(now)
+        {
+            let bpffs = bpffs.clone();
+            self.looking = Some(tokio::task::spawn_blocking(move || Look::take(&bpffs, ports)));
+        }
+        renew(&mut self.inputs.exhausted, &self.exhaustion.current(now))
     }
 
     fn publish(&self, hub: &Hub) {

@@ -9,6 +9,7 @@ use jiff::Timestamp;
 
 use super::core::{Core, Counts, Inputs, Maps};
 use super::events::time;
+use super::exhaustion::Exhausted;
 use super::hub::Hub;
 use crate::api::types::{
     Backend, Event, FrontendLabel, InterfaceStatus, Names, SegmentLabel, Service, SourceStatus, Status, TenantVips,
@@ -48,6 +49,8 @@ pub(crate) struct View {
     pub bpffs: PathBuf,
     pub counts: Counts,
     pub notices: BTreeMap<&'static str, u64>,
+    /// Frontends for which SNAT ports have run out.
+    pub exhausted: Vec<Exhausted>,
     /// Writes of Service statuses since the start.
     pub status_writes: u64,
     /// Failed requests to the source since the start.
@@ -104,6 +107,7 @@ impl View {
             bpffs: core.config.datapath.bpffs.clone(),
             counts: core.counts,
             notices,
+            exhausted: inputs.exhausted.clone(),
             status_writes,
             source_failures,
             ready: core.ever,

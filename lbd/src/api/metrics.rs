@@ -181,7 +181,19 @@ fn plan(encoder: &mut DescriptorEncoder<'_>, view: &View) -> fmt::Result {
         let values = tallies.iter().map(|(labels, tally)| (labels.clone(), f64::from(value(tally))));
         gauge(encoder, name, help, None, values)?;
     }
-    Ok(())
+    let exhausted = view.exhausted.iter().map(|one| {
+        let labels = vec![
+            ("tenant", one.tenant.clone()),
+            ("service", one.service.as_ref().map_or_else(|| one.frontend.clone(), ToString::to_string)),
+            ("vip", one.vip.to_string()),
+            ("proto", one.protocol.as_str().to_owned()),
+            ("snat", one.snat.to_string()),
+            ("backend", one.backend.map_or_else(String::new, |backend| backend.to_string())),
+            ("node", one.node.as_ref().map_or_else(String::new, ToString::to_string)),
+        ];
+        (labels, 1.0)
+    });
+    gauge(encoder, "snat_exhausted", "Connections are refused: no SNAT port is left towards a backend", None, exhausted)
 }
 
 fn datapath(encoder: &mut DescriptorEncoder<'_>, view: &View, pins: &Pins) -> fmt::Result {

@@ -609,6 +609,8 @@ pub struct Datapath {
     pub bpffs: PathBuf,
     /// MSS clamping.
     pub mss_clamp: MssClamp,
+    /// Between two announcements of an address, after the first ones.
+    pub announce_interval: Duration,
 }
 
 /// XDP mode.

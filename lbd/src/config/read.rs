@@ -27,6 +27,8 @@ const MAX_FLOWS: RangeInclusive<u32> = 64..=33_554_432;
 const ESTABLISHED: RangeInclusive<Duration> = Duration::from_mins(124)..=Duration::from_hours(30 * 24);
 /// Bounds of the other timeouts of flows.
 const TRANSIENT: RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_hours(1);
+/// Bounds of the announcement interval: a new address is announced three times in two seconds anyway.
+const ANNOUNCE: RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_hours(1);
 /// Bounds of all times of a probe.
 const PROBE: RangeInclusive<Duration> = Duration::from_millis(10)..=Duration::from_hours(1);
 
@@ -749,11 +751,12 @@ fn datapath(file: &Object<'_>) -> Result<Datapath> {
         max_flows_v6: 26_214,
         bpffs: PathBuf::from("/sys/fs/bpf"),
         mss_clamp: MssClamp::Auto,
+        announce_interval: Duration::from_mins(1),
     };
     let Some(item) = file.get("datapath") else {
         return Ok(datapath);
     };
-    let object = item.object(&["mode", "max_flows", "max_flows_v6", "bpffs", "mss_clamp"])?;
+    let object = item.object(&["mode", "max_flows", "max_flows_v6", "bpffs", "mss_clamp", "announce_interval"])?;
     if let Some(item) = object.get("mode") {
         datapath.mode =
             item.choice(&[("auto", XdpMode::Auto), ("native", XdpMode::Native), ("generic", XdpMode::Generic)])?;
@@ -773,6 +776,9 @@ fn datapath(file: &Object<'_>) -> Result<Datapath> {
             }
             _ => item.choice(&[("auto", MssClamp::Auto), ("off", MssClamp::Off)])?,
         };
+    }
+    if let Some(item) = object.get("announce_interval") {
+        datapath.announce_interval = item.duration(ANNOUNCE)?;
     }
     Ok(datapath)
 }

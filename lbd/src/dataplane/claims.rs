@@ -18,8 +18,8 @@ const RETRY: Duration = Duration::from_secs(5);
 /// Announcements of a new address, and the pause between them.
 const ANNOUNCEMENTS: u8 = 3;
 const ANNOUNCE_SPACING: Duration = Duration::from_secs(1);
-/// Between announcements afterwards.
-const REANNOUNCE: Duration = Duration::from_mins(1);
+/// How long a rival is remembered after it was last heard.
+const REMEMBERED: Duration = Duration::from_mins(1);
 /// How long a check ahead of need is believed.
 const BELIEVED: Duration = Duration::from_mins(1);
 /// At most one defence of an address in this time (RFC 5227 §2.4 (b)).
@@ -67,12 +67,27 @@ struct Claim {
 }
 
 /// All addresses that lbd has or may want.
-#[derive(Default)]
 pub(super) struct Claims {
     claims: BTreeMap<Place, Claim>,
+    /// Between announcements after the first ones.
+    interval: Duration,
 }
 
 impl Claims {
+    pub(super) const fn new(interval: Duration) -> Self {
+        Self { claims: BTreeMap::new(), interval }
+    }
+
+    /// Announces in another interval: what is due later than that is due then.
+    pub(super) fn set_interval(&mut self, interval: Duration, now: Instant) {
+        self.interval = interval;
+        for claim in self.claims.values_mut() {
+            if let State::Ours { next, .. } = &mut claim.state {
+                *next = (*next).min(now + interval);
+            }
+        }
+    }
+
     /// Sets which addresses are needed, and which of the others to check ahead. `kept`: answered for already when this agent started.
     pub(super) fn want(
         &mut self,
@@ -110,7 +125,7 @@ impl Claims {
     pub(super) fn due(&mut self, now: Instant, usable: impl Fn(u32) -> bool) -> Vec<Action> {
         let mut actions = Vec::new();
         for (&place, claim) in self.claims.iter_mut().filter(|(place, _)| usable(place.interface)) {
-            claim.rival = claim.rival.filter(|(_, seen)| now.duration_since(*seen) < REANNOUNCE);
+            claim.rival = claim.rival.filter(|(_, seen)| now.duration_since(*seen) < REMEMBERED);
             match &mut claim.state {
                 State::Probing { sent, next, .. } if *next <= now => {
                     if *sent < PROBES {
@@ -126,7 +141,7 @@ impl Claims {
                 }
                 State::Ours { announced, next, .. } if *next <= now => {
                     *announced = announced.saturating_add(1);
-                    *next = now + if *announced < ANNOUNCEMENTS { ANNOUNCE_SPACING } else { REANNOUNCE };
+                    *next = now + if *announced < ANNOUNCEMENTS { ANNOUNCE_SPACING } else { self.interval };
                     actions.push(Action::Announce(place));
                 }
                 State::Free { until } if *until <= now => {
@@ -242,6 +257,7 @@ mod tests {
     use super::*;
 
     const VIP: Place = Place { interface: 7, vlan: 0, address: IpAddr::V4(Ipv4Addr::new(192, 0, 2, 34)) };
+    const INTERVAL: Duration = Duration::from_mins(1);
     const RIVAL: [u8; 6] = [2, 0, 0, 0, 9, 9];
 
     fn run(claims: &mut Claims, from: Instant, time: Duration) -> (Vec<Action>, Instant) {
@@ -260,7 +276,7 @@ mod tests {
 
     #[test]
     fn a_new_address_is_probed_three_times_then_announced() {
-        let mut claims = Claims::default();
+        let mut claims = Claims::new(INTERVAL);
         let start = Instant::now();
         claims.want(&BTreeSet::from([VIP]), &BTreeSet::new(), &BTreeSet::new(), start);
         assert!(claims.ours().is_empty());
@@ -272,8 +288,25 @@ mod tests {
     }
 
     #[test]
+    fn b31_announcements_come_at_the_configured_interval() {
+        let mut claims = Claims::new(Duration::from_secs(10));
+        let start = Instant::now();
+        claims.want(&BTreeSet::from([VIP]), &BTreeSet::new(), &BTreeSet::from([VIP]), start);
+        // After the three of the beginning, in 0, 1 and 2 s: 12, 22, 32 s.
+        let (actions, now) = run(&mut claims, start, Duration::from_secs(35));
+        assert_eq!(actions.len(), 6);
+        // Nobody waits for the end of an interval that is no longer wanted; a longer one begins after the next announcement.
+        claims.set_interval(Duration::from_secs(2), now);
+        let (actions, now) = run(&mut claims, now, Duration::from_secs(5));
+        assert_eq!(actions.len(), 2);
+        claims.set_interval(INTERVAL, now);
+        let (actions, _) = run(&mut claims, now, Duration::from_secs(30));
+        assert_eq!(actions.len(), 1);
+    }
+
+    #[test]
     fn an_address_checked_ahead_is_ours_at_once() {
-        let mut claims = Claims::default();
+        let mut claims = Claims::new(INTERVAL);
         let start = Instant::now();
         claims.want(&BTreeSet::new(), &BTreeSet::from([VIP]), &BTreeSet::new(), start);
         let (actions, now) = run(&mut claims, start, Duration::from_secs(5));
@@ -285,12 +318,12 @@ mod tests {
 
     #[test]
     fn a_restart_keeps_what_was_answered_for() {
-        let mut claims = Claims::default();
+        let mut claims = Claims::new(INTERVAL);
         let now = Instant::now();
         claims.want(&BTreeSet::from([VIP]), &BTreeSet::new(), &BTreeSet::from([VIP]), now);
         assert_eq!(claims.ours(), BTreeSet::from([VIP]));
         // Also if it was checked ahead before the first plan came.
-        let mut claims = Claims::default();
+        let mut claims = Claims::new(INTERVAL);
         claims.want(&BTreeSet::new(), &BTreeSet::from([VIP]), &BTreeSet::from([VIP]), now);
         assert!(claims.ours().is_empty());
         claims.want(&BTreeSet::from([VIP]), &BTreeSet::new(), &BTreeSet::from([VIP]), now);
@@ -299,7 +332,7 @@ mod tests {
 
     #[test]
     fn a_taken_address_is_asked_for_until_its_holder_is_gone() {
-        let mut claims = Claims::default();
+        let mut claims = Claims::new(INTERVAL);
         let start = Instant::now();
         claims.want(&BTreeSet::from([VIP]), &BTreeSet::new(), &BTreeSet::new(), start);
         claims.due(start, |_| true);
@@ -325,20 +358,20 @@ mod tests {
 
     #[test]
     fn what_is_ours_is_defended_not_given_up() {
-        let mut claims = Claims::default();
+        let mut claims = Claims::new(INTERVAL);
         let now = Instant::now();
         claims.want(&BTreeSet::from([VIP]), &BTreeSet::new(), &BTreeSet::from([VIP]), now);
         assert_eq!(claims.heard(7, 0, &says(RIVAL), now), Some(Action::Announce(VIP)));
         assert_eq!(claims.heard(7, 0, &says(RIVAL), now), None);
         assert_eq!(claims.heard(7, 0, &says(RIVAL), now + DEFEND), Some(Action::Announce(VIP)));
         assert_eq!((claims.ours().len(), claims.taken().len(), claims.conflicts().len()), (1, 0, 1));
-        claims.due(now + DEFEND + REANNOUNCE, |_| true);
+        claims.due(now + DEFEND + REMEMBERED, |_| true);
         assert!(claims.conflicts().is_empty());
     }
 
     #[test]
     fn other_segments_and_interfaces_that_are_down_do_nothing() {
-        let mut claims = Claims::default();
+        let mut claims = Claims::new(INTERVAL);
         let now = Instant::now();
         claims.want(&BTreeSet::from([VIP]), &BTreeSet::new(), &BTreeSet::new(), now);
         assert!(claims.due(now, |interface| interface != 7).is_empty());
@@ -350,7 +383,7 @@ mod tests {
 
     #[test]
     fn an_interface_that_comes_up_is_announced_on_again() {
-        let mut claims = Claims::default();
+        let mut claims = Claims::new(INTERVAL);
         let now = Instant::now();
         claims.want(&BTreeSet::from([VIP]), &BTreeSet::new(), &BTreeSet::from([VIP]), now);
         let (_, now) = run(&mut claims, now, Duration::from_secs(5));
@@ -363,7 +396,7 @@ mod tests {
 
     #[test]
     fn an_interface_made_anew_keeps_its_addresses() {
-        let mut claims = Claims::default();
+        let mut claims = Claims::new(INTERVAL);
         let now = Instant::now();
         claims.want(&BTreeSet::from([VIP]), &BTreeSet::new(), &BTreeSet::from([VIP]), now);
         claims.moved(7, 12);
@@ -376,7 +409,7 @@ mod tests {
 
     #[test]
     fn a_simultaneous_probe_is_a_conflict_only_while_probing() {
-        let mut claims = Claims::default();
+        let mut claims = Claims::new(INTERVAL);
         let now = Instant::now();
         let probe = Heard {
             mac: RIVAL,
@@ -388,7 +421,7 @@ mod tests {
         claims.want(&BTreeSet::from([VIP]), &BTreeSet::new(), &BTreeSet::new(), now);
         claims.heard(7, 0, &probe, now);
         assert_eq!(claims.taken().len(), 1);
-        let mut claims = Claims::default();
+        let mut claims = Claims::new(INTERVAL);
         claims.want(&BTreeSet::from([VIP]), &BTreeSet::new(), &BTreeSet::from([VIP]), now);
         assert_eq!(claims.heard(7, 0, &probe, now), None);
         assert!(claims.conflicts().is_empty());

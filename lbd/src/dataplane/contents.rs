@@ -164,6 +164,12 @@ pub(super) fn segment(
     if plan.hub_side {
         flags |= abi::SEGMENT_HUB;
     }
+    if plan.host_access_all {
+        flags |= abi::SEGMENT_HOST_ACCESS_OWN;
+    }
+    if plan.host_access_icmp {
+        flags |= abi::SEGMENT_HOST_ACCESS_ICMP;
+    }
     Segment {
         id,
         flags,
@@ -412,6 +418,8 @@ mod tests {
             networks: networks.iter().map(|text| text.parse().unwrap()).collect(),
             gateways: gateways.iter().map(|text| text.parse().unwrap()).collect(),
             host_ports: BTreeSet::new(),
+            host_access_all: false,
+            host_access_icmp: false,
         }
     }
 
@@ -531,6 +539,13 @@ mod tests {
         );
         assert_eq!((value.id, value.gateway_next_hop, value.on_link_next_hop, value.mtu), (3, 5, 6, 9000));
         assert_eq!(value.flags, abi::SEGMENT_TENANT);
+        for (all, icmp, flags) in [
+            (true, true, abi::SEGMENT_HOST_ACCESS_OWN | abi::SEGMENT_HOST_ACCESS_ICMP),
+            (false, true, abi::SEGMENT_HOST_ACCESS_ICMP),
+        ] {
+            let shared = SegmentPlan { host_access_all: all, host_access_icmp: icmp, ..segment_plan(&[], &[]) };
+            assert_eq!(segment(3, &shared, &interface(), 5, 7, 6).flags, abi::SEGMENT_TENANT | flags);
+        }
     }
 
     #[test]

@@ -214,7 +214,7 @@ impl Engine {
             facts: HostFacts::default(),
             neighbours: Neighbours::new(),
             nics: BTreeMap::new(),
-            claims: Claims::default(),
+            claims: Claims::new(config.datapath.announce_interval),
             kept: BTreeSet::new(),
             plan: Arc::default(),
             regions: Regions::new(abi::MAGLEV_CHUNKS),
@@ -1147,6 +1147,8 @@ mod tests {
             networks: vec![network.parse().unwrap()],
             gateways: Vec::new(),
             host_ports: BTreeSet::new(),
+            host_access_all: false,
+            host_access_icmp: false,
         }
     }
 

@@ -288,7 +288,7 @@ impl Dataplane {
         Ok((engine, settings))
     }
 
-    /// Takes a reloaded configuration: pools to check ahead of need, timeouts. What needs a restart is not looked at.
+    /// Takes a reloaded configuration: pools to check ahead of need, timeouts, announcements. What needs a restart is not looked at.
     pub fn reconfigure(&mut self, config: &Config) -> Result<(), DataplaneError> {
         let what = || format!("cannot write map {}", names::SETTINGS);
         // Held from here on: it writes settings, too.
@@ -301,6 +301,7 @@ impl Dataplane {
             self.settings.set(&0, &new).map_err(DataplaneError::system(what()))?;
         }
         engine.config = config.clone();
+        engine.claims.set_interval(config.datapath.announce_interval, Instant::now());
         engine.claim_addresses(Instant::now());
         drop(engine);
         self.workers.wake();

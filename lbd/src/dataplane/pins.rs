@@ -15,6 +15,7 @@ use lbd_common::abi::{
     Frontend, FrontendCounters, FrontendEvents, FrontendKey, FrontendOwner, HalfOpen, HalfOpenSet, LocalAddress,
     MaglevChunk, NextHop, Segment, Settings, Tenant, TenantUse, Timeouts, Traffic, control, names,
 };
+use lbd_common::reason::Reason;
 use lbd_common::{half_open, hash};
 
 use super::bpf::{self, Map, PerCpu};
@@ -349,6 +350,22 @@ impl Pins {
             })
             .map_err(DataplaneError::system(format!("cannot read map {}", names::REASONS)))?;
         Ok(found)
+    }
+
+    /// How often packets of these tenants have met a reason, summed over CPUs.
+    pub fn reason_of(
+        &self,
+        reason: Reason,
+        tenants: impl Iterator<Item = u16>,
+    ) -> Result<BTreeMap<u16, u64>, DataplaneError> {
+        let failed = || DataplaneError::system(format!("cannot read map {}", names::REASONS));
+        let map = PerCpu::<u64>::open(&self.paths.map(names::REASONS)).map_err(failed())?;
+        tenants
+            .map(|tenant| {
+                let values = map.get(u32::from(tenant) * abi::REASON_SLOTS + reason as u32).map_err(failed())?;
+                Ok((tenant, sum(values.into_iter())))
+            })
+            .collect()
     }
 
     /// Counters of frontends by id, summed over CPUs, without those that are all zero.

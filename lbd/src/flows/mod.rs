@@ -22,6 +22,7 @@ pub mod fill;
 pub mod follow;
 pub mod kill;
 mod live;
+pub mod ports;
 pub mod whois;
 
 /// State of a flow.

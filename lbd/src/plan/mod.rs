@@ -154,6 +154,8 @@ impl Planner {
                 [only] => site.tenants.get(only.name.as_str()).copied().unwrap_or_default(),
                 _ => 0,
             };
+            // Tenants of one segment have the same access: it is the segment's where no one tenant has it.
+            let shared = here.first().filter(|_| only == 0).map_or((false, false), |tenant| host_access(tenant));
             let facts = facts.map(|(_, facts)| facts);
             let configured = here.iter().flat_map(|tenant| tenant.addresses.iter().copied());
             let mut networks = Vec::new();
@@ -182,8 +184,9 @@ impl Planner {
                     tenant: only,
                     networks,
                     gateways,
-                    // Tenants of one segment have the same access.
                     host_ports: here.iter().flat_map(|tenant| host_ports(&tenant.host_access)).copied().collect(),
+                    host_access_all: shared.0,
+                    host_access_icmp: shared.1,
                 },
             );
         }
@@ -329,6 +332,15 @@ fn host_ports(access: &HostAccess) -> &[u16] {
     }
 }
 
+/// Whether `host_access` lets everything through, and whether ICMP.
+const fn host_access(tenant: &Tenant) -> (bool, bool) {
+    match &tenant.host_access {
+        HostAccess::Own => (true, true),
+        HostAccess::None => (false, false),
+        HostAccess::Only { ports: _, icmp } => (false, *icmp),
+    }
+}
+
 fn limits(config: &Config, tenant: &Tenant) -> TenantPlan {
     /// Of the table of half-open connections, which all tenants share, one has half at the most.
     const HALF_OPEN: u32 = HALF_OPEN_SETS * HALF_OPEN_WAYS as u32 / 2;
@@ -346,11 +358,7 @@ fn limits(config: &Config, tenant: &Tenant) -> TenantPlan {
             half_open: (flows / 2).clamp(64, HALF_OPEN),
         }
     };
-    let (host_access_all, host_access_icmp) = match &tenant.host_access {
-        HostAccess::Own => (true, true),
-        HostAccess::None => (false, false),
-        HostAccess::Only { ports: _, icmp } => (false, *icmp),
-    };
+    let (host_access_all, host_access_icmp) = host_access(tenant);
     TenantPlan {
         name: tenant.name.clone(),
         families: [family(four), family(six)],

@@ -131,6 +131,10 @@ pub struct SegmentPlan {
     pub gateways: Vec<IpAddr>,
     /// TCP ports that `host_access` opens on the host's own addresses.
     pub host_ports: BTreeSet<u16>,
+    /// `host_access` of several tenants, who have the same: `own`. One tenant's own is in its [`TenantPlan`].
+    pub host_access_all: bool,
+    /// `host_access` of several tenants has `icmp`.
+    pub host_access_icmp: bool,
 }
 
 /// A tenant's limits in one family; 0 = none.

@@ -104,6 +104,7 @@ pub(crate) fn config() -> Config {
             max_flows_v6: 26_214,
             bpffs: PathBuf::from("/sys/fs/bpf"),
             mss_clamp: MssClamp::Auto,
+            announce_interval: Duration::from_mins(1),
         },
         address_annotations: Vec::new(),
         state_dir: PathBuf::from("/var/lib/lbd"),

@@ -1,5 +1,6 @@
 //! The agent, run in the lab as an operator runs it.
 use std::collections::BTreeMap;
+use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -154,6 +155,17 @@ impl Agent {
         all.extend(["-o", "json"]);
         let text = self.lbctl(&all)?;
         serde_json::from_str(&text).with_context(|| format!("lbctl {} printed no JSON:\n{text}", words.join(" ")))
+    }
+
+    /// What is served at `/metrics`.
+    pub fn metrics(&self) -> Result<String> {
+        self.namespace.run(|| {
+            let mut stream = std::net::TcpStream::connect("127.0.0.1:9474")?;
+            stream.write_all(b"GET /metrics HTTP/1.0\r\nHost: lbd\r\n\r\n")?;
+            let mut text = String::new();
+            stream.read_to_string(&mut text)?;
+            Ok(text)
+        })
     }
 
     /// Flows as `lbctl flows` lists them with these filters, e.g. `["--tenant", "a"]`.

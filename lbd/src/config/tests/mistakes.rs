@@ -204,6 +204,8 @@ pub(super) const MISTAKES: &[(&str, &str, &str)] = &[
     ("bpffs: /sys", "bpffs: sys", "41:72: datapath.bpffs: \"sys/fs/bpf\" is not an absolute path: write one that starts with /"),
     ("mss_clamp: auto", "mss_clamp: 100", "41:96: datapath.mss_clamp: \"100\" is not a number from 536 to 65495: write one"),
     ("mss_clamp: auto", "mss_clamp: no", "41:96: datapath.mss_clamp: \"no\" is not known here: write auto or off"),
+    ("mss_clamp: auto", "mss_clamp: auto, announce_interval: 0s", "41:121: datapath.announce_interval: 0s is out of bounds: write 1s to 1h"),
+    ("mss_clamp: auto", "mss_clamp: auto, announce_interval: off", "41:121: datapath.announce_interval: \"off\" is not a duration: write a whole number and a unit (ms, s, m, h or d), such as 500ms, 30s or 2h4m"),
     ("address_annotations: []", "address_annotations: [metallb.universe.tf/loadBalancerIPs, metallb.universe.tf/loadBalancerIPs]", "42:60: address_annotations[1]: metallb.universe.tf/loadBalancerIPs is there twice: remove one"),
     ("address_annotations: []", "address_annotations: [lbd.tenantedge.io/vip]", "42:23: address_annotations[0]: lbd.tenantedge.io/vip is ours, and lbd.tenantedge.io/vip is always looked at: remove it"),
     ("address_annotations: []", "address_annotations: ['no key']", "42:23: address_annotations[0]: \"no key\" is not the key of an annotation: write [PREFIX/]NAME"),

@@ -195,6 +195,7 @@ fn expected_design() -> Config {
             max_flows_v6: 26_214,
             bpffs: "/sys/fs/bpf".into(),
             mss_clamp: MssClamp::Auto,
+            announce_interval: Duration::from_mins(1),
         },
         address_annotations: Vec::new(),
         state_dir: "/var/lib/lbd".into(),
@@ -362,6 +363,17 @@ fn frontends_of_one_tenant_share_a_vip_when_their_ports_differ() {
 fn tenants_in_different_segments_may_have_the_same_addresses() {
     let text = changed("pools: [192.168.203.0/28]", "pools: [192.168.203.110-192.168.203.119]");
     parse(&text, "lbd.yaml").unwrap();
+}
+
+#[test]
+fn announcements_come_every_minute_or_as_the_file_says() {
+    let interval = |text: &str| parse(text, "lbd.yaml").unwrap().datapath.announce_interval;
+    assert_eq!(interval(VALID), Duration::from_mins(1));
+    assert_eq!(interval(&changed("mss_clamp: auto", "mss_clamp: auto, announce_interval: 1s")), Duration::from_secs(1));
+    assert_eq!(
+        interval(&changed("mss_clamp: auto", "mss_clamp: auto, announce_interval: 1h")),
+        Duration::from_hours(1)
+    );
 }
 
 #[test]

@@ -13,6 +13,7 @@ fn what_a_reload_cannot_change_is_named() {
         ("bpffs: /sys/fs/bpf", "bpffs: /run/bpf", vec!["datapath.bpffs"]),
         ("mode: auto", "mode: generic", vec!["datapath.mode"]),
         ("mss_clamp: auto", "mss_clamp: off", vec!["datapath.mss_clamp"]),
+        ("mss_clamp: auto", "mss_clamp: auto, announce_interval: 10s", vec![]),
         ("state_dir: /var/lib/lbd", "state_dir: /var/lib/other", vec!["state_dir"]),
         ("lbd.sock", "other.sock", vec!["socket"]),
         ("127.0.0.1:9474", "127.0.0.1:9475", vec!["metrics"]),

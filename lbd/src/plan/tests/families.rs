@@ -358,6 +358,34 @@ fn ports_of_host_access_belong_to_the_segment() {
     assert!(plan.segments.values().filter(|segment| segment.hub_side).all(|segment| segment.host_ports.is_empty()));
 }
 
+/// With one tenant its access is the tenant's; several on one segment have the same one, and then it is the segment's.
+#[test]
+fn host_access_of_several_tenants_is_their_segments() {
+    let mut world = World::new();
+    let of_segment = |plan: &Plan| {
+        let tenants = plan.segments.values().find(|segment| segment.tenant_side).unwrap();
+        let hub = plan.segments.values().find(|segment| segment.hub_side).unwrap();
+        assert_eq!((hub.host_access_all, hub.host_access_icmp), (false, false));
+        (tenants.tenant != 0, tenants.host_access_all, tenants.host_access_icmp)
+    };
+    assert_eq!(of_segment(&world.plan()), (true, false, false));
+    let mut second = world.config.tenants[0].clone();
+    second.name = "second".to_owned();
+    second.frontends.clear();
+    world.config.tenants.push(second);
+    for (access, expected) in [
+        (HostAccess::Own, (false, true, true)),
+        (HostAccess::None, (false, false, false)),
+        (HostAccess::Only { ports: vec![22], icmp: true }, (false, false, true)),
+        (HostAccess::Only { ports: vec![22], icmp: false }, (false, false, false)),
+    ] {
+        for tenant in &mut world.config.tenants {
+            tenant.host_access = access.clone();
+        }
+        assert_eq!(of_segment(&world.plan()), expected, "{access:?}");
+    }
+}
+
 /// Backends of 1,000 connections from one client address, as the datapath chooses them.
 fn of_one_client(plan: &Plan, vip: &str) -> BTreeMap<IpAddr, u32> {
     const SEED: Seed = [0x0706_0504_0302_0100, 0x0f0e_0d0c_0b0a_0908];
