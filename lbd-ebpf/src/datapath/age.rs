@@ -15,7 +15,7 @@ use lbd_common::packet::{TCP, UDP};
 use lbd_common::tcp;
 
 use super::context::{ANY, copy_words, fetch_add};
-use super::flags::mark;
+use super::flags::{mark, unmark};
 use super::maps::{FRONTEND_OWNERS, NEXT_HOPS, SETTINGS, TENANT_USE, TENANTS, TIMEOUTS, Tables};
 
 /// Marks both halves dead, given the forward half. True if the flow was alive.
@@ -178,6 +178,17 @@ pub(crate) fn bury<A: Tables>(now: u32) -> u64 {
     }
 }
 
+/// Makes this CPU the one that deletes a dead half. False if its client's next connection is being written over it, or has been since
+/// it was looked at.
+#[inline(always)]
+fn take_dead<A: Tables>(half: *mut Flow<A>) -> bool {
+    let before = mark(half, FLOW_BUSY);
+    if before & (FLOW_BUSY | FLOW_DEAD) == 0 {
+        unmark(half, FLOW_BUSY);
+    }
+    before & (FLOW_BUSY | FLOW_DEAD) == FLOW_DEAD
+}
+
 /// Deletes both halves of a dead flow.
 ///
 /// # Safety
@@ -187,14 +198,11 @@ pub(crate) fn bury<A: Tables>(now: u32) -> u64 {
 unsafe fn delete<A: Tables>(forward: *mut Flow<A>, key: &FlowKey<A>) {
     // SAFETY: map values, which the verifier checks.
     unsafe {
-        let before = mark(forward, FLOW_BUSY);
-        if before & FLOW_BUSY != 0 {
-            // Being written over by its client's next connection.
+        if !take_dead(forward) {
             return;
         }
         if let Some(reverse) = reverse_of(forward)
-            && (*reverse).state & FLOW_DEAD != 0
-            && mark(reverse, FLOW_BUSY) & FLOW_BUSY == 0
+            && take_dead(reverse)
             && let Some(making) = A::making()
         {
             let reply: &FlowKey<A> = &(*making).reply;

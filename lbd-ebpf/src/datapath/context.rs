@@ -427,6 +427,21 @@ pub(crate) unsafe fn fetch_or(word: *mut u32, bits: u32) -> u32 {
     old
 }
 
+/// Atomically clears all bits but these; gives the value before.
+#[inline(always)]
+pub(crate) unsafe fn fetch_and(word: *mut u32, bits: u32) -> u32 {
+    let old: u32;
+    // SAFETY: as above.
+    unsafe {
+        asm!(
+            "{bits} = atomic_fetch_and((u32 *)({word} + 0), {bits})",
+            word = in(reg) word,
+            bits = inout(wreg) bits => old,
+        );
+    }
+    old
+}
+
 /// Copies word by word, in order: the compiler would first load all of it, as both might overlap, into registers that BPF does not have.
 ///
 /// # Safety

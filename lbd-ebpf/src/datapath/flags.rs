@@ -7,7 +7,7 @@ use lbd_common::reason::Reason;
 use lbd_common::tcp::{self, ACK, FIN, RST, SYN};
 
 use super::age::{kill, reply_key};
-use super::context::{Arrival, Outcome, count, fetch_or, now, refuse, tcp_packet};
+use super::context::{Arrival, Outcome, count, fetch_and, fetch_or, now, refuse, tcp_packet};
 use super::edge::{Key, read, tenant_of, translate, unknown};
 use super::maps::{BACKENDS, Tables};
 
@@ -93,6 +93,13 @@ pub(crate) fn mark<A: Address>(flow: *mut Flow<A>, bits: u16) -> u16 {
     // SAFETY: `frontend` and `state` are one aligned word, state in its upper half (little endian, as `bpfel` is).
     let before = unsafe { fetch_or((&raw mut (*flow).frontend).cast(), u32::from(bits) << 16) };
     (before >> 16) as u16
+}
+
+/// Atomically clears bits of a half's state.
+#[inline(always)]
+pub(crate) fn unmark<A: Address>(flow: *mut Flow<A>, bits: u16) {
+    // SAFETY: as in `mark`.
+    unsafe { fetch_and((&raw mut (*flow).frontend).cast(), !(u32::from(bits) << 16)) };
 }
 
 /// The other half of a flow, given what this half says.
