@@ -224,40 +224,21 @@ fn list(items: impl Iterator<Item = String>) -> String {
 mod tests {
     use super::*;
     use crate::plan::model::{BackendPlan, FrontendBackend, TenantPlan};
+    use crate::plan::testing::{frontend_backend, frontend_plan, name};
 
     const VIPS: [&str; 2] = ["192.0.2.34:6443", "192.0.2.35:443"];
 
     fn frontend(id: FrontendId, service: Option<&str>, ports: u16) -> FrontendPlan {
         let backend = |id: u16, node: Option<&str>| FrontendBackend {
-            id,
-            address: IpAddr::from([10, 0, 0, 10 + id as u8]),
-            port: 0,
             node: node.map(Into::into),
-            weight: 1,
-            serving: true,
-            probed: true,
-            sure: true,
+            ..frontend_backend(id, IpAddr::from([10, 0, 0, 10 + id as u8]))
         };
         FrontendPlan {
             id,
-            tenant: 1,
-            name: service.unwrap_or("web").to_owned(),
-            timeouts: 0,
-            service: service.map(crate::plan::testing::name),
-            service_uid: String::new(),
-            guest_made: false,
-            mode: None,
-            source_affinity: false,
-            preserve_client: false,
-            adopt: false,
-            unserved_drop: false,
-            target_port: 30000 + id,
-            snat: Some(IpAddr::from([10, 0, 0, 2])),
+            service: service.map(name),
             snat_ports: (20_000, 19_999 + ports),
             table: Some(0),
-            backends: [backend(1, Some("n1")), backend(2, None)].into(),
-            probe: None,
-            reset_on_down: false,
+            ..frontend_plan(service.unwrap_or("web"), 30000 + id, &[backend(1, Some("n1")), backend(2, None)])
         }
     }
 
@@ -314,7 +295,7 @@ mod tests {
             told,
             [Notice {
                 reason: "SnatExhausted",
-                service: Some(crate::plan::testing::name("hcp/api")),
+                service: Some(name("hcp/api")),
                 tenant: Some("a".to_owned()),
                 message: "no SNAT port of 10.0.0.2 is left towards 10.0.0.11:30001 (node n1): new connections to \
                           192.0.2.34:6443/TCP are refused; widen snat_ports, give tenant or frontend a SNAT address of its own, or \

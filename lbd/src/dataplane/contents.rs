@@ -408,6 +408,7 @@ pub(super) fn cut(table: &[u16]) -> Vec<MaglevChunk> {
 mod tests {
     use super::*;
     use crate::config::{Protocol, SegmentName};
+    use crate::plan::testing::{frontend_backend, frontend_plan};
 
     fn segment_plan(networks: &[&str], gateways: &[&str]) -> SegmentPlan {
         SegmentPlan {
@@ -592,59 +593,32 @@ mod tests {
         let wanted = addresses(&plan, |_, _| false);
         assert_eq!(wanted[&port_key(1, 22)].flags, ADDRESS_HOST_PORT);
         plan.segments.insert(2, segment_plan(&[], &[]));
-        let list = [FrontendBackend {
-            id: 4,
-            address: "192.0.2.9".parse().unwrap(),
-            port: 22,
-            node: None,
-            weight: 1,
-            serving: true,
-            probed: true,
-            sure: true,
-        }];
+        let list = [FrontendBackend { port: 22, ..frontend_backend(4, "192.0.2.9".parse().unwrap()) }];
         let backend = BackendPlan { address: list[0].address, port: 22, segment: 1, node: None, eligible: true };
         plan.backends.insert(4, backend);
         let at = FrontendAddress { segment: 2, vip: list[0].address, port: 22, protocol: Protocol::Udp };
-        plan.frontends.insert(at, frontend_plan(&list));
+        plan.frontends.insert(at, keeping(&list));
         let wanted = addresses(&plan, |_, _| false);
         assert_eq!(wanted[&port_key(1, 22)].flags, ADDRESS_HOST_PORT | ADDRESS_TARGET_PORT);
         assert_eq!(wanted[&port_key(1, 9100)].flags, ADDRESS_HOST_PORT);
         assert!(!wanted.contains_key(&port_key(2, 22)));
     }
 
-    fn frontend_plan(backends: &[FrontendBackend]) -> FrontendPlan {
-        FrontendPlan {
-            id: 9,
-            tenant: 1,
-            name: "dns".into(),
-            timeouts: 3,
-            service: None,
-            service_uid: String::new(),
-            guest_made: false,
-            mode: None,
-            source_affinity: false,
-            preserve_client: true,
-            adopt: true,
-            unserved_drop: false,
-            target_port: 30053,
-            snat: None,
-            snat_ports: (1024, 32767),
-            table: None,
-            backends: backends.into(),
-            probe: None,
-            reset_on_down: false,
-        }
+    /// One that keeps the client, adopts, and has timeouts of its own.
+    fn keeping(backends: &[FrontendBackend]) -> FrontendPlan {
+        let plain = frontend_plan("dns", 30053, backends);
+        FrontendPlan { timeouts: 3, preserve_client: true, adopt: true, snat: None, ..plain }
     }
 
     #[test]
     fn a_frontend_of_ipv6_and_udp_that_keeps_the_client() {
         let vip = "2001:db8:203::34";
         let at = FrontendAddress { segment: 2, vip: vip.parse().unwrap(), port: 53, protocol: Protocol::Udp };
-        let value = frontend(&at, &frontend_plan(&[]), (0, 0));
+        let value = frontend(&at, &keeping(&[]), (0, 0));
         assert_eq!(value.vip, vip.parse::<std::net::Ipv6Addr>().unwrap().octets());
         assert_eq!((value.protocol, value.timeouts, value.snat), (17, 3, [0; 16]));
         assert_eq!(value.flags, FRONTEND_PRESERVE_CLIENT | FRONTEND_ADOPT);
-        let source = FrontendPlan { snat: Some("2001:db8:f::50".parse().unwrap()), ..frontend_plan(&[]) };
+        let source = FrontendPlan { snat: Some("2001:db8:f::50".parse().unwrap()), ..keeping(&[]) };
         assert_eq!(address(&frontend(&at, &source, (0, 0)).snat).to_string(), "2001:db8:f::50");
     }
 

@@ -1023,7 +1023,8 @@ mod tests {
     use super::super::shadow::tests::Memory;
     use super::*;
 
-    use crate::plan::model::{AddressPlan, BackendPlan, FrontendBackend, FrontendPlan, TenantPlan};
+    use crate::plan::model::{AddressPlan, BackendPlan, FrontendPlan, TenantPlan};
+    use crate::plan::testing::{frontend_backend, frontend_plan};
 
     /// Writes to all maps, in order.
     type Log = Arc<Mutex<Vec<&'static str>>>;
@@ -1165,45 +1166,14 @@ mod tests {
             let address = IpAddr::from([10, 0, 0, 10 + node]);
             let id = u16::from(node);
             plan.backends.insert(id, BackendPlan { address, port: 0, segment: 2, node: None, eligible: true });
-            list.push(FrontendBackend {
-                id,
-                address,
-                port: 0,
-                node: None,
-                weight: 1,
-                serving: true,
-                probed: true,
-                sure: true,
-            });
+            list.push(frontend_backend(id, address));
         }
         if nodes > 0 {
             plan.tables.push((0..slots).map(|slot| (slot % usize::from(nodes)) as u16 + 1).collect::<Vec<_>>().into());
         }
         let address = FrontendAddress { segment: 1, vip, port: 6443, protocol: Protocol::Tcp };
-        plan.frontends.insert(
-            address,
-            FrontendPlan {
-                id: 9,
-                tenant: 1,
-                name: "api".into(),
-                service: None,
-                service_uid: String::new(),
-                guest_made: false,
-                mode: None,
-                source_affinity: false,
-                preserve_client: false,
-                adopt: false,
-                timeouts: 0,
-                unserved_drop: false,
-                target_port: 30918,
-                snat: Some("10.0.0.2".parse().unwrap()),
-                snat_ports: (1024, 32767),
-                table: (nodes > 0).then_some(0),
-                backends: list.into(),
-                probe: None,
-                reset_on_down: false,
-            },
-        );
+        let frontend = FrontendPlan { table: (nodes > 0).then_some(0), ..frontend_plan("api", 30918, &list) };
+        plan.frontends.insert(address, frontend);
         plan
     }
 

@@ -10,7 +10,7 @@ use crate::config::{
     Kubernetes, Limits, MssClamp, OnDown, Probe, ProbeKind, Protocol, SegmentName, StaticBackend, Tenant, Timeouts,
     Unserved, Via, XdpMode,
 };
-use crate::plan::model::{HostFacts, InterfaceFacts};
+use crate::plan::model::{FrontendBackend, FrontendPlan, HostFacts, InterfaceFacts};
 use crate::source::{Inventory, Node, ObjectName, Service, ServiceKind, ServicePort};
 
 pub(crate) fn ip(text: &str) -> IpAddr {
@@ -199,5 +199,35 @@ pub(crate) fn host() -> HostFacts {
     tenant.gateways = vec![ip("192.168.203.1")];
     HostFacts {
         interfaces: BTreeMap::from([("eth0".to_owned(), interface(2, "10.32.96.50/20")), ("eth1".to_owned(), tenant)]),
+    }
+}
+
+/// A backend that is up.
+pub(crate) fn frontend_backend(id: u16, address: IpAddr) -> FrontendBackend {
+    FrontendBackend { id, address, port: 0, node: None, weight: 1, serving: true, probed: true, sure: true }
+}
+
+/// A frontend of tenant 1, from the file, of which nothing is asked.
+pub(crate) fn frontend_plan(name: &str, target_port: u16, backends: &[FrontendBackend]) -> FrontendPlan {
+    FrontendPlan {
+        id: 9,
+        tenant: 1,
+        name: name.to_owned(),
+        timeouts: 0,
+        service: None,
+        service_uid: String::new(),
+        guest_made: false,
+        mode: None,
+        source_affinity: false,
+        preserve_client: false,
+        adopt: false,
+        unserved_drop: false,
+        target_port,
+        snat: Some(ip("10.0.0.2")),
+        snat_ports: (1024, 32767),
+        table: None,
+        backends: backends.into(),
+        probe: None,
+        reset_on_down: false,
     }
 }
