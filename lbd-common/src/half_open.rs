@@ -9,7 +9,7 @@
 //! | 54–61 | eight bits of the client tuple's hash: spares most look-ups the records |
 //! | 62–63 | state |
 
-use crate::abi::{FamilyUse, HALF_OPEN_BUCKETS};
+use crate::abi::HALF_OPEN_BUCKETS;
 
 /// State: nothing here.
 pub const FREE: u64 = 0;
@@ -128,12 +128,6 @@ pub const fn epoch(now: u32, ticks_per_epoch: u32) -> u64 {
 #[inline(always)]
 pub const fn bucket(epoch: u64) -> usize {
     epoch as usize & (HALF_OPEN_BUCKETS - 1)
-}
-
-/// Whether the tenant may have one more half-open connection; limit 0 = none.
-#[inline(always)]
-pub const fn may_open(used: &FamilyUse, limit: u32) -> bool {
-    limit == 0 || (used.half_open as i64) < limit as i64
 }
 
 #[cfg(test)]

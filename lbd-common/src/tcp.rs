@@ -71,6 +71,13 @@ pub const fn shrunk(timeout: u32, used: u64, limit: u32) -> u32 {
     (timeout as u64 * eighths / 8) as u32
 }
 
+/// Whether a limit is used up; 0 = none. `used` is signed: an end that is counted before its beginning makes it wrap, and is below every
+/// limit.
+#[inline(always)]
+pub const fn reached(used: u64, limit: u32) -> bool {
+    limit != 0 && used as i64 >= limit as i64
+}
+
 /// Ticks from `then` to `now`; 0 if another CPU's clock is a tick ahead.
 #[inline(always)]
 pub const fn elapsed(now: u32, then: u32) -> u32 {
@@ -81,6 +88,13 @@ pub const fn elapsed(now: u32, then: u32) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_limit_of_zero_is_none_and_a_count_that_has_wrapped_is_below_every_limit() {
+        assert!(!reached(u64::MAX / 2, 0));
+        assert!(!reached(9, 10) && reached(10, 10) && reached(11, 10));
+        assert!(!reached(0u64.wrapping_sub(1), 1));
+    }
 
     #[test]
     fn near_and_after_wrap() {

@@ -231,14 +231,14 @@ pub(crate) fn over_limit<A: Tables>(frontend: &Frontend, now: u32, settings: &Se
     let reason = unsafe {
         if rate != 0 && (*used).new_flows >= u64::from(rate) && (*used).window == second(now, settings) {
             Reason::TenantRate
-        } else if limits.flows != 0 && (*family).flows as i64 >= i64::from(limits.flows) {
+        } else if tcp::reached((*family).flows, limits.flows) {
             Reason::TenantFlows
         } else {
-            if tag::may_open(&*family, limits.half_open) {
+            if !tcp::reached((*family).half_open, limits.half_open) {
                 return None;
             }
             forget_expired(family, now, settings.half_open_epoch);
-            if tag::may_open(&*family, limits.half_open) {
+            if !tcp::reached((*family).half_open, limits.half_open) {
                 return None;
             }
             Reason::TenantHalfOpen
@@ -317,18 +317,17 @@ pub(crate) fn may_open<A: Tables>(frontend: u32, tenant_timeouts: u32, ranges: u
                 return TENANT_RATE << NO;
             }
         }
-        // An end that is counted before its beginning makes a count wrap: as signed, it is below every limit.
-        if limits.flows != 0 && (*family).flows as i64 >= i64::from(limits.flows) {
+        if tcp::reached((*family).flows, limits.flows) {
             count_refused(frontend);
             return TENANT_FLOWS << NO;
         }
         if udp == 0 {
-            if !tag::may_open(&*family, limits.half_open) {
+            if tcp::reached((*family).half_open, limits.half_open) {
                 return TENANT_HALF_OPEN << NO;
             }
             tcp::shrunk(timeouts.tcp_half_open, (*family).half_open, limits.half_open)
         } else {
-            if limits.udp != 0 && (*family).udp as i64 >= i64::from(limits.udp) {
+            if tcp::reached((*family).udp, limits.udp) {
                 return TENANT_UDP << NO;
             }
             breaker::second(settings.ticks_per_second_256)

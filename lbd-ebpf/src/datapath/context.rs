@@ -382,65 +382,36 @@ pub(crate) unsafe fn compare_and_swap(word: *mut u64, expected: u64, new: u64) -
     old == expected
 }
 
-/// Atomically adds; gives the value before.
-#[inline(always)]
-pub(crate) unsafe fn fetch_add(word: *mut u64, value: u64) -> u64 {
-    let old: u64;
-    // SAFETY: as above.
-    unsafe {
-        asm!(
-            "{value} = atomic_fetch_add((u64 *)({word} + 0), {value})",
-            word = in(reg) word,
-            value = inout(reg) value => old,
-        );
-    }
-    old
+/// An atomic instruction on a word of a map value; gives the value before.
+macro_rules! atomic {
+    ($(#[$meta:meta])* $name:ident, $word:ty, $class:ident, $instruction:literal) => {
+        $(#[$meta])*
+        #[inline(always)]
+        pub(crate) unsafe fn $name(word: *mut $word, value: $word) -> $word {
+            let old: $word;
+            // SAFETY: the caller's pointer is to a map value, which the verifier checks.
+            unsafe { asm!($instruction, word = in(reg) word, value = inout($class) value => old) };
+            old
+        }
+    };
 }
 
-/// Atomically writes; gives the value before.
-#[inline(always)]
-pub(crate) unsafe fn exchange(word: *mut u64, value: u64) -> u64 {
-    let old: u64;
-    // SAFETY: as above.
-    unsafe {
-        asm!(
-            "{value} = xchg_64({word} + 0, {value})",
-            word = in(reg) word,
-            value = inout(reg) value => old,
-        );
-    }
-    old
-}
-
-/// Atomically sets bits; gives the value before.
-#[inline(always)]
-pub(crate) unsafe fn fetch_or(word: *mut u32, bits: u32) -> u32 {
-    let old: u32;
-    // SAFETY: as above.
-    unsafe {
-        asm!(
-            "{bits} = atomic_fetch_or((u32 *)({word} + 0), {bits})",
-            word = in(reg) word,
-            bits = inout(wreg) bits => old,
-        );
-    }
-    old
-}
-
-/// Atomically clears all bits but these; gives the value before.
-#[inline(always)]
-pub(crate) unsafe fn fetch_and(word: *mut u32, bits: u32) -> u32 {
-    let old: u32;
-    // SAFETY: as above.
-    unsafe {
-        asm!(
-            "{bits} = atomic_fetch_and((u32 *)({word} + 0), {bits})",
-            word = in(reg) word,
-            bits = inout(wreg) bits => old,
-        );
-    }
-    old
-}
+atomic!(
+    /// Adds.
+    fetch_add, u64, reg, "{value} = atomic_fetch_add((u64 *)({word} + 0), {value})"
+);
+atomic!(
+    /// Writes.
+    exchange, u64, reg, "{value} = xchg_64({word} + 0, {value})"
+);
+atomic!(
+    /// Sets bits.
+    fetch_or, u32, wreg, "{value} = atomic_fetch_or((u32 *)({word} + 0), {value})"
+);
+atomic!(
+    /// Clears all bits but these.
+    fetch_and, u32, wreg, "{value} = atomic_fetch_and((u32 *)({word} + 0), {value})"
+);
 
 /// Copies word by word, in order: the compiler would first load all of it, as both might overlap, into registers that BPF does not have.
 ///

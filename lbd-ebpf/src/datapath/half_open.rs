@@ -12,6 +12,7 @@ use lbd_common::half_open as tag;
 use lbd_common::hash;
 use lbd_common::packet::{TCP, UDP};
 use lbd_common::reason::Reason;
+use lbd_common::tcp;
 
 use super::age::{PUT_BACK, charge, enqueue, family_use, write_reply};
 use super::context::{budgets, compare_and_swap, copy_words, exchange, fetch_add, opaque};
@@ -633,7 +634,7 @@ pub(crate) fn insert<A: Tables>(length: u32, sequence: u32, acknowledged: u32, s
     };
     let limit = limits.families[A::INDEX].flows;
     // SAFETY: a map value, which the verifier checks.
-    if limit != 0 && unsafe { (*used).flows as i64 } >= i64::from(limit) {
+    if tcp::reached(unsafe { (*used).flows }, limit) {
         return TENANT_FLOWS;
     }
     let (forward, reverse) = (states as u16, (states >> 16) as u16);
