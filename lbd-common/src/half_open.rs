@@ -106,6 +106,25 @@ pub const fn hint_expired(hint: u64, now: u32) -> bool {
     hint == 0 || left == 0 || left > 0x7fff
 }
 
+/// How ill a place in a line of hints suits a new hint of a client; the lowest takes it. The client's own old hint comes first, since a
+/// look-up believes the first that it meets; then what has expired, then what expires soonest.
+#[inline(always)]
+pub const fn hint_cost(hint: u64, client: u64, now: u32) -> u32 {
+    if (hint ^ client) >> 32 == 0 {
+        0
+    } else if hint_expired(hint, now) {
+        1
+    } else {
+        1 + ((hint >> 16).wrapping_sub((now >> COARSE_SHIFT) as u64) & 0x7fff) as u32
+    }
+}
+
+/// Whether tick `one` is later than tick `other`, also after the clock has wrapped.
+#[inline(always)]
+pub const fn is_later(one: u32, other: u32) -> bool {
+    one.wrapping_sub(other) as i32 > 0
+}
+
 /// Line of hints for a client tuple's hash. `lines` is a power of two.
 #[inline(always)]
 pub const fn hint_line(client: u64, lines: u32) -> u32 {
@@ -135,6 +154,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::abi::HINT_WAYS;
 
     const TIMEOUT: u32 = 30 * 62;
 
@@ -165,6 +185,33 @@ mod tests {
             if client >> 32 != other >> 32 {
                 prop_assert_eq!(hinted_port(hint, other, now), None);
             }
+        }
+
+        #[test]
+        fn a_client_has_one_hint_and_the_newest_of_a_line_are_kept(clients: [u64; 12], ports: [u16; 12], timeouts in prop::array::uniform12(0..TIMEOUT), now: u32) {
+            let mut line = [0; HINT_WAYS];
+            let mut left = std::collections::BTreeMap::new();
+            for ((client, port), timeout) in clients.iter().zip(ports).zip(timeouts) {
+                // Few clients, so that they come again, and none whose hash looks like an empty place.
+                let client = ((client % 10) + 1) << 32;
+                let expires = now.wrapping_add(500 + timeout);
+                let place = (0..HINT_WAYS).min_by_key(|&way| hint_cost(line[way], client, now)).unwrap_or_default();
+                line[place] = hint(client, port, expires);
+                left.insert(client, (coarse_end(expires).wrapping_sub(now >> COARSE_SHIFT), port));
+                // The newest is found, and no client has two.
+                prop_assert_eq!(line.iter().find_map(|&hint| hinted_port(hint, client, now)), Some(port));
+                for client in left.keys() {
+                    prop_assert!(line.iter().filter(|&&hint| hinted_port(hint, *client, now).is_some()).count() <= 1);
+                }
+            }
+        }
+
+        #[test]
+        fn of_a_full_line_the_hint_that_expires_soonest_makes_room(timeouts in prop::array::uniform8(0u32..20_000), now: u32) {
+            let line: Vec<u64> = (1u64..).zip(timeouts).map(|(client, timeout)| hint(client << 32, 1, now.wrapping_add(100 + timeout))).collect();
+            let place = (0..HINT_WAYS).min_by_key(|&way| hint_cost(line[way], 99 << 32, now)).unwrap_or_default();
+            let soonest = timeouts.iter().map(|timeout| now.wrapping_add(100 + timeout)).map(|end| coarse_end(end).wrapping_sub(coarse_end(now))).min();
+            prop_assert_eq!(Some(coarse_end(now.wrapping_add(100 + timeouts[place])).wrapping_sub(coarse_end(now))), soonest);
         }
 
         #[test]

@@ -201,26 +201,30 @@ pub(crate) fn find_hint<A: Tables>(hash: u64, now: u32) -> u64 {
     NONE
 }
 
-/// Leaves a hint where a client's record is.
+/// Leaves a hint where a client's record is, instead of the one that suits least.
 #[inline(always)]
 pub(crate) fn leave_hint<A: Tables>(hash: u64, port: u32, now: u32, expires: u32) -> u64 {
     let Some(line) = A::hints().get_ptr_mut(tag::hint_line(hash, HINT_LINES)) else { return 0 };
-    // If all are in use, one is lost: its connection has to be opened again.
-    let mut place = port as usize & (HINT_WAYS - 1);
+    let (mut place, mut least) = (0, u32::MAX);
     let (mut way, ways) = (0, opaque::<8>() as usize);
     while way < ways {
         // SAFETY: a map value, which the verifier checks.
-        let current = unsafe { read_volatile(hint_word(line, way)) };
-        if tag::hint_expired(current, now) {
-            place = way;
+        let cost = tag::hint_cost(unsafe { read_volatile(hint_word(line, way)) }, hash, now);
+        if cost < least {
+            (place, least) = (way, cost);
         }
         way += 1;
     }
     // SAFETY: as above; an aligned word is written at once.
     unsafe { write_volatile(hint_word(line, place), tag::hint(hash, port as u16, expires)) };
     if let Some(nobody) = TENANT_USE.get_ptr_mut(0) {
-        // SAFETY: as above.
-        unsafe { write_volatile(&raw mut (*nobody).hinted, u64::from(expires)) };
+        // SAFETY: as above. A flood's hints expire sooner than others', which must be looked for as long as they live.
+        unsafe {
+            let last = read_volatile(&raw const (*nobody).hinted) as u32;
+            if last == 0 || tag::is_later(expires, last) {
+                write_volatile(&raw mut (*nobody).hinted, u64::from(expires));
+            }
+        }
     }
     0
 }
@@ -461,7 +465,7 @@ pub(crate) fn of_client<A: Tables>(hash: u64, port: u16, now: u32) -> Option<Fou
     if way >= NONE {
         // As long as first choices are free, there are no hints, and no cache line to miss for them.
         let hinted = TENANT_USE.get(0)?.hinted as u32;
-        if hinted.wrapping_sub(now) as i32 <= -32 || hinted == 0 {
+        if hinted == 0 || !tag::is_later(hinted.wrapping_add(32), now) {
             return None;
         }
         let port = A::find_hint(hash, now);
