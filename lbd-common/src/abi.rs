@@ -915,14 +915,14 @@ abi_struct! {
         pub window: u64,
         /// At index 0 (no tenant): tick of the last hint that was left.
         pub hinted: u64,
-        /// Zero.
-        pub pad: u64,
+        /// Refusals that were sent from the tenant's reserve in a tick ([`crate::reserve`]).
+        pub refusals: u64,
         /// In each family: IPv4, IPv6.
         pub families: [FamilyUse; 2],
         /// Zero, up to whole cache lines.
         pub reserved: [u64; 4],
     }
-    size 256 align 8 offsets { new_flows: 0, window: 8, hinted: 16, families: 32 }
+    size 256 align 8 offsets { new_flows: 0, window: 8, hinted: 16, refusals: 24, families: 32 }
 }
 
 abi_struct! {

@@ -13,6 +13,7 @@
 //! | [`icmp`] | ICMP errors |
 //! | [`maglev`] | consistent-hash tables |
 //! | [`neighbour`] | neighbour discovery |
+//! | [`reserve`] | what a tenant may still do when a common budget is used up |
 //! | [`packet`] | header offsets and parsing |
 //! | [`tcp`] | sequence arithmetic and the flow state machine |
 
@@ -28,4 +29,5 @@ pub mod maglev;
 pub mod neighbour;
 pub mod packet;
 pub mod reason;
+pub mod reserve;
 pub mod tcp;

@@ -424,6 +424,44 @@ fn a_full_port_range_refuses_and_a_lost_first_choice_is_found_again() -> Result<
 
 #[test]
 #[ignore = "needs root"]
+fn a_client_that_comes_back_while_its_old_port_is_taken_is_found_at_its_new_one() -> Result<()> {
+    let mut datapath = one_node()?;
+    let (key, frontend) = bench::frontend(1);
+    let narrow = abi::Frontend { snat_first: 20000, snat_last: 20015, ..frontend };
+    datapath.hash(names::FRONTENDS)?.insert(key, narrow, 0)?;
+    let open = |port: u16, sequence: u32| -> Result<Segment> {
+        forwarded(&datapath, TENANT_NIC, &client((bench::CLIENT, port), SYN, sequence, 0))
+    };
+    let give_up = |port: u16, sequence: u32| {
+        forwarded(&datapath, TENANT_NIC, &client((bench::CLIENT, port), RST, sequence + 1, 0)).map(drop)
+    };
+    // Four clients in the way; the others, in turn, come, leave, and come back when somebody has their port.
+    let mut came_elsewhere = 0;
+    for port in 1..=4 {
+        open(port, 1)?;
+    }
+    for port in 100..200u16 {
+        let before = open(port, 1000)?.source.1;
+        give_up(port, 1000)?;
+        let others: Vec<u16> = (0..8).map(|number| port * 10 + number).collect();
+        for other in &others {
+            open(*other, 1)?;
+        }
+        let syn = open(port, 5000)?;
+        came_elsewhere += u32::from(syn.source.1 != before);
+        forwarded(&datapath, HUB_NIC, &answer(&syn, SYN | ACK, BACKEND_SEQUENCE))?;
+        give_up(port, 5000)?;
+        for other in others {
+            give_up(other, 1)?;
+        }
+    }
+    assert!(came_elsewhere >= 20, "{came_elsewhere} of 100 clients came back from another port");
+    assert_eq!(datapath.reasons()?, BTreeMap::new());
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs root"]
 fn a46_a_refusing_backend_frees_its_port_at_once() -> Result<()> {
     let mut datapath = one_node()?;
     let (key, frontend) = bench::frontend(1);

@@ -266,6 +266,30 @@ fn what_the_kernel_gets_in_a_vlan_has_its_tag_again() -> Result<()> {
 
 #[test]
 #[ignore = "needs root"]
+fn refusals_of_one_tenant_do_not_take_anothers() -> Result<()> {
+    let mut datapath = datapath(1)?;
+    datapath.set_settings(abi::Settings { rejects_per_tick: 80, ..bench::settings() })?;
+    let stray = |port: u16| client((bench::CLIENT, port), ACK, 1, 1);
+    let mut told = 0;
+    for round in 0..10 {
+        for port in 0..200 {
+            let action = send(&datapath, TENANT_NIC, &stray(1000 + round * 200 + port))?.action;
+            ensure!([TX, DROP].contains(&action), "action {action}");
+            told += u64::from(action == TX);
+        }
+        let outcome = datapath.run(TENANT_NIC, &tagged(&stray(1000 + round).frame(), bench::VLANS[0]))?;
+        ensure!(outcome.action == TX, "round {round}: tenant b is not told: action {}", outcome.action);
+    }
+    let refused = |tenant, count| ((tenant, Reason::NoFlow), count);
+    let limited = ((bench::TENANT, Reason::RejectLimit), 2000 - told);
+    let expected = BTreeMap::from([refused(bench::TENANT, 2000), refused(bench::VLAN_TENANTS[0], 10), limited]);
+    assert!(told < 2000, "nothing was held back");
+    assert_eq!(datapath.reasons()?, expected);
+    Ok(())
+}
+
+#[test]
+#[ignore = "needs root"]
 fn half_open_connections_of_one_tenant_do_not_take_anothers_place() -> Result<()> {
     let mut datapath = datapath(1)?;
     datapath.limit::<Ipv4Addr>(bench::TENANT, abi::FamilyLimits { half_open: 3, ..abi::FamilyLimits::ZERO })?;

@@ -1,5 +1,7 @@
 //! Refusals that the sender learns of.
 
+use core::ptr::{read_volatile, write_volatile};
+
 use aya_ebpf::{
     bindings::xdp_action,
     helpers::generated::{bpf_xdp_adjust_head, bpf_xdp_adjust_tail},
@@ -9,11 +11,13 @@ use lbd_common::abi::{Address4, Address6, Segment};
 use lbd_common::icmp::{IcmpError, Trouble, may_answer};
 use lbd_common::packet::{self, ETHERNET, Family, IpHeader as _, TcpPacket, UdpPacket, ethertype};
 use lbd_common::reason::Reason;
+use lbd_common::reserve;
 
 use super::context::{
     Arrival, BACK, Ethernet, Outcome, at, available, budgets, mac_pointer, now, raw, refuse, settings, tcp_packet,
     udp_packet,
 };
+use super::maps::TENANT_USE;
 
 /// Turns the packet into the RST or ICMP error that refuses it and sends it back. Counted already, except for what the rate limit
 /// drops.
@@ -21,7 +25,8 @@ use super::context::{
 pub(crate) fn reject(context: &XdpContext) -> Outcome {
     let arrival = Arrival::in_stage(context).ok_or(refuse(Reason::Internal, 0))?;
     let settings = settings()?;
-    let scratch = budgets(now()).ok_or(refuse(Reason::Internal, 0))?;
+    let now = now();
+    let scratch = budgets(now).ok_or(refuse(Reason::Internal, 0))?;
     let tenant = scratch.tenant as u16 & 1023;
     let (reason, mtu) = (scratch.reason, scratch.mtu as u16);
     let trouble = if reason == Reason::TtlExceeded as u32 {
@@ -31,10 +36,11 @@ pub(crate) fn reject(context: &XdpContext) -> Outcome {
     } else {
         None
     };
-    if scratch.refusals >= settings.rejects_per_tick {
+    if scratch.refusals < settings.rejects_per_tick {
+        scratch.refusals += 1;
+    } else if !takes_from_reserve(tenant, now, settings.rejects_per_tick / RESERVE) {
         return Err(refuse(Reason::RejectLimit, tenant));
     }
-    scratch.refusals += 1;
     // SAFETY: `Arrival` has bounds-checked the Ethernet header.
     let kind = unsafe { (*arrival.ethernet).ethertype };
     let sent = match kind {
@@ -44,6 +50,22 @@ pub(crate) fn reject(context: &XdpContext) -> Outcome {
     };
     // What may not be answered is dropped in silence.
     Ok(if sent.is_some() { BACK } else { xdp_action::XDP_DROP })
+}
+
+/// The part of a CPU's refusals in a tick that each tenant has besides, so that another's flood does not leave it without.
+const RESERVE: u32 = 8;
+
+/// Whether a refusal may be sent from the tenant's reserve. CPUs that take at once may count one for two.
+#[inline(always)]
+fn takes_from_reserve(tenant: u16, now: u32, limit: u32) -> bool {
+    let Some(used) = TENANT_USE.get_ptr_mut(u32::from(tenant)) else { return false };
+    // SAFETY: a map value, which the verifier checks; an aligned word is read and written at once.
+    unsafe {
+        let word = &raw mut (*used).refusals;
+        let Some(taken) = reserve::take(read_volatile(word), now, limit) else { return false };
+        write_volatile(word, taken);
+    }
+    true
 }
 
 /// `None`: the packet is one that nothing may be answered to.
