@@ -203,6 +203,8 @@ impl Bench {
     pub const UDP_PORTS: (u16, u16) = (5353, 31053);
     /// NodePort of `hcp-a/kube-apiserver`.
     pub const NODE_PORT: u16 = 30918;
+    /// NodePort of the TCP frontends of tenant b of `dual`.
+    pub const OTHER_NODE_PORT: u16 = 31918;
 
     /// Lays the networks. Nothing runs in them yet.
     pub fn new(name: &str) -> Result<Self> {
@@ -286,19 +288,19 @@ impl Bench {
         [super::socket(Self::VIP, 6443), super::socket(Self::VIP6, 6443)]
     }
 
-    /// A configuration from the file alone, for `dual`: `VIP:6443` and `VIP:5353/udp` of both tenants, in both families, on all nodes at
-    /// NodePorts 30918 and 31053. `extra` is appended.
+    /// A configuration from the file alone, for `dual`: `VIP:6443` and `VIP:5353/udp` of both tenants, in both families, on all nodes: TCP at
+    /// NodePort 30918 of tenant a and 31918 of tenant b, UDP at 31053. `extra` is appended.
     pub fn dual_configuration(extra: &str) -> String {
-        let frontends = |v4: &str, v6: &str| {
+        let frontends = |v4: &str, v6: &str, node_port: u16| {
             format!(
                 "    frontends:
       - name: four
         vip: {v4}
-        ports: [{{ port: 6443, target: 30918 }}, {{ port: 5353, target: 31053, protocol: UDP }}]
+        ports: [{{ port: 6443, target: {node_port} }}, {{ port: 5353, target: 31053, protocol: UDP }}]
         backends: [10.0.0.11, 10.0.0.12, 10.0.0.13]
       - name: six
         vip: '{v6}'
-        ports: [{{ port: 6443, target: 30918 }}, {{ port: 5353, target: 31053, protocol: UDP }}]
+        ports: [{{ port: 6443, target: {node_port} }}, {{ port: 5353, target: 31053, protocol: UDP }}]
         backends: ['2001:db8:f::11', '2001:db8:f::12', '2001:db8:f::13']
 "
             )
@@ -320,8 +322,8 @@ tenants:
     pools: [198.51.100.32/28, '2001:db8:b::30/124']
 {}{extra}
 ",
-            frontends(Self::VIP, Self::VIP6),
-            frontends(Self::OTHER_VIP, Self::OTHER_VIP6),
+            frontends(Self::VIP, Self::VIP6, Self::NODE_PORT),
+            frontends(Self::OTHER_VIP, Self::OTHER_VIP6, Self::OTHER_NODE_PORT),
         )
     }
 
@@ -554,7 +556,7 @@ fn wait_served(client: &Namespace, target: &str, tls: bool, limit: Duration) -> 
     })
 }
 
-/// Starts a server on every node, in both families: TCP at `Bench::NODE_PORT`, UDP at the second of `Bench::UDP_PORTS`.
+/// Starts a server on every node, in both families: TCP at both NodePorts, UDP at the second of `Bench::UDP_PORTS`.
 fn serve_dual(lab: &Lab, nodes: &[Namespace]) -> Result<Vec<Peer>> {
     let mut peers = Vec::new();
     for (place, node) in nodes.iter().enumerate() {
@@ -562,7 +564,11 @@ fn serve_dual(lab: &Lab, nodes: &[Namespace]) -> Result<Vec<Peer>> {
             .map(|v6| Bench::node_address(place, v6))
             .iter()
             .flat_map(|address| {
-                [Listener::plain(address, Bench::NODE_PORT), Listener::udp(address, Bench::UDP_PORTS.1)]
+                [
+                    Listener::plain(address, Bench::NODE_PORT),
+                    Listener::plain(address, Bench::OTHER_NODE_PORT),
+                    Listener::udp(address, Bench::UDP_PORTS.1),
+                ]
             })
             .collect();
         peers.push(Peer::serve(lab, node, node.name(), &listeners)?);
