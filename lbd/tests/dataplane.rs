@@ -132,6 +132,7 @@ fn plan(vips: u8) -> Plan {
         tenant: u16::from(tenant_side),
         networks: vec![network.parse().unwrap()],
         gateways: if tenant_side { vec!["192.0.2.1".parse().unwrap()] } else { Vec::new() },
+        routes: BTreeMap::new(),
         host_ports: std::collections::BTreeSet::new(),
         host_access_all: false,
         host_access_icmp: false,

@@ -44,6 +44,7 @@ fn host() -> HostFacts {
         addresses: address.parse().into_iter().collect(),
         all_addresses: address.parse().into_iter().collect(),
         gateways: Vec::new(),
+        routes: BTreeMap::new(),
         vlan: None,
     };
     let interfaces =

@@ -540,6 +540,42 @@ fn b31_announced_at_the_configured_interval(bench: &Bench, agent: &Agent) -> Res
     Ok(())
 }
 
+/// A backend off the hub's link is reached by the most specific route that the hub's interface has for it; when that leads elsewhere,
+/// connections go there.
+#[test]
+#[ignore = "needs root"]
+fn off_link_backends_follow_the_routes_of_the_hub() -> Result<()> {
+    let bench = Bench::new("routes")?;
+    // Both stations have the address; who gets a connection says by whom it went.
+    let mut servers = Vec::new();
+    for node in &bench.nodes[..2] {
+        node.ip("address add 10.20.0.1/32 dev eth0")?;
+        servers.push(Peer::serve(&bench.lab, node, node.name(), &[Listener::plain("10.20.0.1", Bench::NODE_PORT)])?);
+    }
+    // There is no default gateway on the hub; the wider route leads to nobody.
+    bench.lb.ip("route add 10.16.0.0/12 via 10.0.0.99 dev hub0")?;
+    bench.lb.ip("route add 10.20.0.0/24 via 10.0.0.11 dev hub0")?;
+    let configuration = Bench::configuration("").replacen("[10.0.0.11, 10.0.0.12, 10.0.0.13]", "[10.20.0.1]", 1);
+    let agent = bench.agent(&configuration)?;
+    let target = lab::socket(Bench::VIP, 6443);
+    let served_by = |client: &Namespace| -> Result<Vec<String>> {
+        let report = lab::load(client, &target, false, 20)?;
+        ensure!(report.failed == 0, "{report:?}");
+        Ok(report.servers.into_keys().collect())
+    };
+    let [first, second] = [bench.nodes[0].name(), bench.nodes[1].name()];
+    for client in [&bench.near, &bench.far] {
+        ensure!(served_by(client)? == [first], "not by the route: {:?}", served_by(client)?);
+    }
+    bench.lb.ip("route replace 10.20.0.0/24 via 10.0.0.12 dev hub0")?;
+    wait_until(Duration::from_secs(5), "connections go by the new route", || {
+        Ok(lab::load(&bench.near, &target, false, 5)?.servers.into_keys().eq([second]))
+    })?;
+    agent.kill();
+    ensure!(served_by(&bench.far)? == [second], "the datapath has forgotten the route");
+    Ok(())
+}
+
 /// VIPs of a VLAN are announced with its tag.
 #[test]
 #[ignore = "needs root"]

@@ -595,6 +595,7 @@ tenants:
             addresses: vec![address.parse().unwrap()],
             all_addresses: vec![address.parse().unwrap()],
             gateways: Vec::new(),
+            routes: BTreeMap::new(),
             vlan: None,
         };
         let interfaces =

@@ -27,7 +27,7 @@ pub(super) enum HopKey {
     Gateway(SegmentId),
     /// A segment's IPv6 gateway.
     Gateway6(SegmentId),
-    /// A station of a segment.
+    /// A station of a segment, or what a route of its own leads to it by.
     Station(SegmentId, IpAddr),
 }
 
@@ -69,16 +69,25 @@ impl HopKey {
     }
 }
 
-/// The station that a packet to `address` goes to next: itself on the link, else the segment's gateway.
-pub(super) fn hop_to(segment_id: SegmentId, segment: &SegmentPlan, address: IpAddr) -> HopKey {
+/// The next hop of packets to `address`, and whose MAC it has: itself on the link, else the gateway of the most specific route, else the
+/// segment's. With a route of its own it is a hop of its own: where that leads may change, and flows keep the hop.
+pub(super) fn hop_to(segment_id: SegmentId, segment: &SegmentPlan, address: IpAddr) -> (HopKey, Option<IpAddr>) {
     let link_local = matches!(address, IpAddr::V6(address) if address.is_unicast_link_local());
-    let on_link = link_local || segment.networks.iter().any(|network| network.contains(&address));
-    if on_link || gateway(segment, address.is_ipv6()).is_none() {
-        HopKey::Station(segment_id, address)
-    } else if address.is_ipv6() {
-        HopKey::Gateway6(segment_id)
-    } else {
-        HopKey::Gateway(segment_id)
+    let here = segment.networks.iter().filter(|network| network.contains(&address)).map(IpNet::prefix_len).max();
+    let here = if link_local { Some(u8::MAX) } else { here };
+    let route = segment.routes.iter().filter(|(network, _)| network.contains(&address));
+    let route = route.max_by_key(|(network, _)| network.prefix_len());
+    let station = HopKey::Station(segment_id, address);
+    match (here, route) {
+        (here, Some((network, via))) if here.is_none_or(|here| network.prefix_len() > here) => {
+            (station, Some(via.unwrap_or(address)))
+        }
+        (Some(_), _) => (station, Some(address)),
+        (None, _) => match gateway(segment, address.is_ipv6()) {
+            None => (station, Some(address)),
+            gateway if address.is_ipv6() => (HopKey::Gateway6(segment_id), gateway),
+            gateway => (HopKey::Gateway(segment_id), gateway),
+        },
     }
 }
 
@@ -99,10 +108,7 @@ pub(super) fn hops(plan: &Plan) -> BTreeMap<HopKey, Option<IpAddr>> {
     }
     for backend in plan.backends.values() {
         let Some(segment) = plan.segments.get(&backend.segment) else { continue };
-        match hop_to(backend.segment, segment, backend.address) {
-            key @ HopKey::Station(..) => wanted.insert(key, Some(backend.address)),
-            key => wanted.insert(key, gateway(segment, backend.address.is_ipv6())),
-        };
+        wanted.extend([hop_to(backend.segment, segment, backend.address)]);
     }
     wanted
 }
@@ -418,6 +424,7 @@ mod tests {
             tenant: 1,
             networks: networks.iter().map(|text| text.parse().unwrap()).collect(),
             gateways: gateways.iter().map(|text| text.parse().unwrap()).collect(),
+            routes: BTreeMap::new(),
             host_ports: BTreeSet::new(),
             host_access_all: false,
             host_access_icmp: false,
@@ -431,7 +438,7 @@ mod tests {
     #[test]
     fn off_link_backends_go_through_the_gateway() {
         let plan = segment_plan(&["192.0.2.0/24"], &["2001:db8::1", "192.0.2.1"]);
-        let to = |plan: &SegmentPlan, text: &str| hop_to(3, plan, text.parse().unwrap());
+        let to = |plan: &SegmentPlan, text: &str| hop_to(3, plan, text.parse().unwrap()).0;
         let station = |text: &str| HopKey::Station(3, text.parse().unwrap());
         assert_eq!(to(&plan, "192.0.2.9"), station("192.0.2.9"));
         assert_eq!(to(&plan, "10.0.0.9"), HopKey::Gateway(3));
@@ -441,6 +448,38 @@ mod tests {
         assert_eq!(to(&lonely, "10.0.0.9"), station("10.0.0.9"));
         assert_eq!(to(&lonely, "2001:db8::9"), station("2001:db8::9"));
         assert_eq!(to(&lonely, "2001:db8:9::9"), HopKey::Gateway6(3));
+    }
+
+    #[test]
+    fn off_link_backends_go_by_the_most_specific_route() {
+        let mut plan = segment_plan(&["192.0.2.0/24", "2001:db8::/64"], &["192.0.2.1", "fe80::1"]);
+        plan.routes = [
+            ("10.0.0.0/8", Some("192.0.2.2")),
+            ("10.1.0.0/16", Some("192.0.2.3")),
+            ("10.1.1.0/24", None),
+            ("192.0.2.128/25", Some("192.0.2.4")),
+            ("192.0.0.0/16", Some("192.0.2.5")),
+            ("2001:db8:9::/48", Some("fe80::9")),
+        ]
+        .map(|(network, via)| (network.parse().unwrap(), via.map(|via| via.parse().unwrap())))
+        .into();
+        for (address, via) in [
+            ("10.0.0.9", "192.0.2.2"),
+            ("10.1.0.9", "192.0.2.3"),
+            ("10.1.1.9", "10.1.1.9"),
+            ("192.0.2.9", "192.0.2.9"),
+            ("192.0.2.200", "192.0.2.4"),
+            ("2001:db8:9::9", "fe80::9"),
+            ("fe80::7", "fe80::7"),
+        ] {
+            let address = address.parse().unwrap();
+            let expected = (HopKey::Station(3, address), Some(via.parse().unwrap()));
+            assert_eq!(hop_to(3, &plan, address), expected, "{address}");
+        }
+        let default = (HopKey::Gateway(3), Some("192.0.2.1".parse().unwrap()));
+        assert_eq!(hop_to(3, &plan, "172.16.0.9".parse().unwrap()), default);
+        let default = (HopKey::Gateway6(3), Some("fe80::1".parse().unwrap()));
+        assert_eq!(hop_to(3, &plan, "2001:db8:8::9".parse().unwrap()), default);
     }
 
     #[test]

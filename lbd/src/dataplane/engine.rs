@@ -627,7 +627,7 @@ impl Engine {
             .filter_map(|(&id, backend)| {
                 let ours = prefixes.get(&(backend.segment, backend.address.is_ipv6()))?;
                 let segment = self.plan.segments.get(&backend.segment)?;
-                let hop = self.hops.get(&contents::hop_to(backend.segment, segment, backend.address))?;
+                let hop = self.hops.get(&contents::hop_to(backend.segment, segment, backend.address).0)?;
                 Some((u32::from(id), contents::backend(backend, hop.index, *ours)))
             })
             .collect()
@@ -1147,6 +1147,7 @@ mod tests {
             tenant: u16::from(tenant_side),
             networks: vec![network.parse().unwrap()],
             gateways: Vec::new(),
+            routes: BTreeMap::new(),
             host_ports: BTreeSet::new(),
             host_access_all: false,
             host_access_icmp: false,

@@ -527,11 +527,14 @@ fn facts(links: &[LinkMessage], addresses: &[AddressMessage], routes: &[RouteMes
             interface.addresses.push(address);
         }
     }
-    let mut gateways: Vec<(u32, u32, IpAddr)> = routes.iter().flat_map(default_gateways).collect();
+    let mut routes: Vec<Route> = routes.iter().flat_map(routes_of).collect();
     // Lowest metric first.
-    gateways.sort_by_key(|&(_, metric, _)| metric);
-    for (index, _, gateway) in gateways {
-        if let Some((_, interface)) = by_index.get_mut(&index)
+    routes.sort_by_key(|route| route.metric);
+    for Route { interface, network, gateway, .. } in routes {
+        let Some((_, interface)) = by_index.get_mut(&interface) else { continue };
+        if network.prefix_len() != 0 {
+            interface.routes.entry(network).or_insert(gateway);
+        } else if let Some(gateway) = gateway
             && !interface.gateways.iter().any(|other| other.is_ipv4() == gateway.is_ipv4())
         {
             interface.gateways.push(gateway);
@@ -567,15 +570,33 @@ fn interface_address(message: &AddressMessage) -> Option<(IpNet, AddressFlags)> 
     Some((net, flags))
 }
 
-fn default_gateways(route: &RouteMessage) -> Vec<(u32, u32, IpAddr)> {
-    if route.header.destination_prefix_length != 0 || route.header.kind != RouteType::Unicast {
+/// A route of the main table through one interface.
+struct Route {
+    interface: u32,
+    metric: u32,
+    network: IpNet,
+    /// `None`: on the link.
+    gateway: Option<IpAddr>,
+}
+
+/// A route with several ways is one through each of their interfaces. Link-local prefixes are on the link anyway.
+fn routes_of(route: &RouteMessage) -> Vec<Route> {
+    if route.header.kind != RouteType::Unicast {
         return Vec::new();
     }
+    let mut destination = match route.header.address_family {
+        AddressFamily::Inet => IpAddr::from([0; 4]),
+        AddressFamily::Inet6 => IpAddr::from([0; 16]),
+        _ => return Vec::new(),
+    };
     let mut table = u32::from(route.header.table);
     let (mut gateway, mut interface, mut metric, mut paths) = (None, None, 0, Vec::new());
     for attribute in &route.attributes {
         match attribute {
+            RouteAttribute::Destination(found) => destination = route_address(found).unwrap_or(destination),
             RouteAttribute::Gateway(found) => gateway = route_address(found),
+            // A gateway of the other family, or a tunnel: nothing that lbd can send by.
+            RouteAttribute::Via(_) | RouteAttribute::EncapType(_) => return Vec::new(),
             RouteAttribute::Oif(index) => interface = Some(*index),
             RouteAttribute::Priority(priority) => metric = *priority,
             RouteAttribute::Table(number) => table = *number,
@@ -585,7 +606,7 @@ fn default_gateways(route: &RouteMessage) -> Vec<(u32, u32, IpAddr)> {
                         RouteAttribute::Gateway(found) => route_address(found),
                         _ => None,
                     });
-                    paths.extend(gateway.map(|gateway| (hop.interface_index, gateway)));
+                    paths.extend(gateway.map(|gateway| (hop.interface_index, Some(gateway))));
                 }
             }
             _ => {}
@@ -594,8 +615,12 @@ fn default_gateways(route: &RouteMessage) -> Vec<(u32, u32, IpAddr)> {
     if table != 254 {
         return Vec::new();
     }
-    paths.extend(interface.zip(gateway));
-    paths.into_iter().map(|(index, gateway)| (index, metric, gateway)).collect()
+    let Ok(network) = IpNet::new(destination, route.header.destination_prefix_length) else { return Vec::new() };
+    if matches!(network, IpNet::V6(network) if network.addr().is_unicast_link_local()) {
+        return Vec::new();
+    }
+    paths.extend(interface.map(|interface| (interface, gateway)));
+    paths.into_iter().map(|(interface, gateway)| Route { interface, metric, network, gateway }).collect()
 }
 
 fn route_address(address: &RouteAddress) -> Option<IpAddr> {
@@ -609,6 +634,8 @@ fn route_address(address: &RouteAddress) -> Option<IpAddr> {
 #[cfg(test)]
 mod tests {
     use std::net::Ipv4Addr;
+
+    use rtnetlink::packet_route::route::RouteVia;
 
     use super::*;
     use crate::config::SegmentName;
@@ -635,6 +662,7 @@ mod tests {
 
     fn route(index: u32, gateway: Ipv4Addr, metric: u32) -> RouteMessage {
         let mut message = RouteMessage::default();
+        message.header.address_family = AddressFamily::Inet;
         message.header.table = 254;
         message.header.kind = RouteType::Unicast;
         message.attributes.push(RouteAttribute::Gateway(RouteAddress::Inet(gateway)));
@@ -661,6 +689,41 @@ mod tests {
         assert_eq!(addresses, ["192.0.2.2/24", "192.0.2.9/24"]);
         assert_eq!(ten0.all_addresses.len(), 4);
         assert_eq!(ten0.gateways, [IpAddr::from([192, 0, 2, 1])]);
+        assert!(ten0.routes.is_empty());
+    }
+
+    #[test]
+    fn of_two_routes_to_a_prefix_the_one_with_the_lower_metric_holds() {
+        let to = |index, gateway: [u8; 4], metric, network: &str| {
+            let network: ipnet::Ipv4Net = network.parse().unwrap();
+            let mut message = route(index, gateway.into(), metric);
+            message.header.destination_prefix_length = network.prefix_len();
+            message.attributes.push(RouteAttribute::Destination(RouteAddress::Inet(network.addr())));
+            message
+        };
+        let mut on_link = to(7, [0; 4], 0, "10.9.0.0/24");
+        on_link.attributes.retain(|attribute| !matches!(attribute, RouteAttribute::Gateway(_)));
+        let mut other_table = to(7, [192, 0, 2, 9], 0, "10.8.0.0/24");
+        other_table.header.table = 100;
+        let mut unreachable = to(7, [192, 0, 2, 9], 0, "10.7.0.0/24");
+        unreachable.header.kind = RouteType::Unreachable;
+        let mut other_family = to(7, [192, 0, 2, 9], 0, "10.6.0.0/24");
+        other_family.attributes.push(RouteAttribute::Via(RouteVia::Inet6("fe80::1".parse().unwrap())));
+        let routes = [
+            to(7, [192, 0, 2, 4], 200, "10.1.0.0/16"),
+            to(7, [192, 0, 2, 3], 100, "10.1.0.0/16"),
+            to(8, [198, 51, 100, 1], 0, "10.1.0.0/16"),
+            on_link,
+            other_table,
+            unreachable,
+            other_family,
+        ];
+        let found = facts(&[link(7, "ten0"), link(8, "ten1")], &[], &routes);
+        let expected: [(IpNet, Option<IpAddr>); 2] =
+            [("10.1.0.0/16".parse().unwrap(), Some([192, 0, 2, 3].into())), ("10.9.0.0/24".parse().unwrap(), None)];
+        assert_eq!(found.interfaces["ten0"].routes, expected.into());
+        assert_eq!(found.interfaces["ten1"].routes.len(), 1);
+        assert!(found.interfaces["ten0"].gateways.is_empty());
     }
 
     #[test]

@@ -11,7 +11,7 @@ use ipnet::IpNet;
 
 use crate::plan::model::{HostFacts, InterfaceFacts};
 
-/// How long addresses and gateways are believed in that the kernel does not have any more, if it has no others instead.
+/// How long addresses, gateways and routes are believed in that the kernel does not have any more, if it has no others instead.
 const HOLD: Duration = Duration::from_secs(10);
 
 /// What is being held, by interface and family (IPv6).
@@ -20,6 +20,7 @@ pub(super) struct Steady {
     told: HostFacts,
     addresses: BTreeMap<(String, bool), Instant>,
     gateways: BTreeMap<(String, bool), Instant>,
+    routes: BTreeMap<(String, bool), Instant>,
 }
 
 impl Steady {
@@ -65,11 +66,16 @@ impl Steady {
         if held(&mut self.gateways, &key, lost, now) {
             new.gateways.extend(old.gateways.iter().filter(of));
         }
+        let of = |network: &IpNet| matches!(network, IpNet::V6(_)) == six;
+        let lost = old.routes.keys().any(of) && !new.routes.keys().any(of);
+        if held(&mut self.routes, &key, lost, now) {
+            new.routes.extend(old.routes.iter().filter(|(network, _)| of(network)));
+        }
     }
 
     /// When to look again, because something is held no longer.
     pub(super) fn next(&self) -> Option<Instant> {
-        self.addresses.values().chain(self.gateways.values()).min().copied()
+        self.addresses.values().chain(self.gateways.values()).chain(self.routes.values()).min().copied()
     }
 }
 

@@ -184,6 +184,7 @@ impl Planner {
                     tenant: only,
                     networks,
                     gateways,
+                    routes: facts.map(|facts| facts.routes.clone()).unwrap_or_default(),
                     host_ports: here.iter().flat_map(|tenant| host_ports(&tenant.host_access)).copied().collect(),
                     host_access_all: shared.0,
                     host_access_icmp: shared.1,

@@ -45,6 +45,8 @@ pub struct InterfaceFacts {
     pub all_addresses: Vec<IpNet>,
     /// Default gateways through this interface, by family.
     pub gateways: Vec<IpAddr>,
+    /// Other routes through this interface: each prefix once, with its gateway, or `None` if its addresses are on the link.
+    pub routes: BTreeMap<IpNet, Option<IpAddr>>,
     /// Of a VLAN interface: index of the interface that carries it, and its VLAN id.
     pub vlan: Option<(u32, u16)>,
 }
@@ -129,6 +131,8 @@ pub struct SegmentPlan {
     pub networks: Vec<IpNet>,
     /// Gateways to off-link clients, at most one per family; that of IPv6 may be link-local.
     pub gateways: Vec<IpAddr>,
+    /// Other routes to what is off-link, see [`InterfaceFacts::routes`].
+    pub routes: BTreeMap<IpNet, Option<IpAddr>>,
     /// TCP ports that `host_access` opens on the host's own addresses.
     pub host_ports: BTreeSet<u16>,
     /// `host_access` of several tenants, who have the same: `own`. One tenant's own is in its [`TenantPlan`].

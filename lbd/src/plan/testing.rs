@@ -193,6 +193,7 @@ pub(crate) fn host() -> HostFacts {
         addresses: vec![address.parse().unwrap()],
         all_addresses: vec![address.parse().unwrap()],
         gateways: Vec::new(),
+        routes: BTreeMap::new(),
         vlan: None,
     };
     let mut tenant = interface(3, "192.168.203.2/24");
