@@ -43,6 +43,28 @@ pub const fn should_move(used: &BackendUse, first_syn: u32, now: u32, second: u3
     elapsed(now, first_syn) >= second - second / 10 && elapsed(now, used.answered) >= second
 }
 
+/// What a backend is known for once it owes one more answer. Ticks that are so long ago that the clock's turn would soon make them look like the
+/// future move up: a backend without traffic for months, or that was never asked, is one that has not answered for long.
+#[inline(always)]
+pub const fn owing(used: &BackendUse, now: u32) -> BackendUse {
+    BackendUse {
+        answered: not_before(used.answered, now),
+        unanswered: used.unanswered.saturating_add(1),
+        since: if used.unanswered == 0 { now } else { not_before(used.since, now) },
+        trial: not_before(used.trial, now),
+    }
+}
+
+/// A quarter of the clock's turn ago, for ticks before that.
+#[inline(always)]
+const fn not_before(tick: u32, now: u32) -> u32 {
+    const LONG: u32 = 1 << 30;
+    /// Another CPU's clock may be ahead.
+    const AHEAD: u32 = 4;
+    let ago = now.wrapping_sub(tick);
+    if ago > LONG && ago < 0u32.wrapping_sub(AHEAD) { now.wrapping_sub(LONG) } else { tick }
+}
+
 /// One second in ticks, at least one.
 #[inline(always)]
 pub const fn second(ticks_per_second_256: u32) -> u32 {
@@ -66,6 +88,26 @@ mod tests {
         assert_eq!(choose(&BackendUse { since: now - 2 * SECOND, ..silent }, now, SECOND), Choice::Take);
         assert_eq!(choose(&BackendUse { answered: now - SECOND, ..silent }, now, SECOND), Choice::Take);
         assert_eq!(choose(&BackendUse::ZERO, now, SECOND), Choice::Take);
+    }
+
+    #[test]
+    fn a_backend_that_never_answered_is_gone_around_at_any_tick() {
+        for start in [10_000, 0x4000_0000, 0x7fff_ff00, 0x8000_0010, 0x9000_0000, u32::MAX - 100] {
+            let mut used = BackendUse::ZERO;
+            for _ in 0..UNANSWERED {
+                assert_eq!(choose(&used, start, SECOND), Choice::Take, "{start:#x}");
+                used = owing(&used, start);
+            }
+            assert!(should_move(&used, start, start.wrapping_add(SECOND), SECOND), "{start:#x}");
+            let later = start.wrapping_add(SECONDS * SECOND);
+            assert_eq!(choose(&used, later, SECOND), Choice::Try, "{start:#x}");
+            used.trial = later;
+            assert_eq!(choose(&used, later.wrapping_add(1), SECOND), Choice::Skip, "{start:#x}");
+            assert_eq!(choose(&used, later.wrapping_add(SECOND), SECOND), Choice::Try, "{start:#x}");
+        }
+        // Another CPU's tick, a little ahead, is no long ago.
+        let ahead = BackendUse { answered: 101, ..BackendUse::ZERO };
+        assert_eq!(owing(&ahead, 100).answered, 101);
     }
 
     #[test]

@@ -26,6 +26,11 @@ const TIME_SHIFT: u32 = 32;
 const TIME_MASK: u64 = (1 << 22) - 1;
 const CLIENT_SHIFT: u32 = 54;
 const COARSE_SHIFT: u32 = 4;
+/// Longest life of a record, in coarse units: an hour of the fastest tick (1000 Hz) and more. What says that it ends later has ended, one turn
+/// of its clock ago.
+const LONGEST: u64 = 1 << 14;
+const HINT_CLIENT_SHIFT: u32 = 40;
+const HINT_TIME_MASK: u64 = (1 << 24) - 1;
 
 /// When a record that is claimed at `now` expires, in ticks; whole coarse units, so that a tag keeps it exactly.
 #[inline(always)]
@@ -75,7 +80,14 @@ pub const fn may_be_client(tag: u64, client: u64) -> bool {
 #[inline(always)]
 pub const fn occupied(tag: u64, now: u32) -> bool {
     let left = (tag >> TIME_SHIFT).wrapping_sub((now >> COARSE_SHIFT) as u64) & TIME_MASK;
-    tag & STATE != FREE && left != 0 && left <= TIME_MASK / 2
+    tag & STATE != FREE && left != 0 && left <= LONGEST
+}
+
+/// Whether the tag is of a record that has expired. It is cleared before its clock has come round (2^26 ticks, 12 days at 1000 Hz): then it would be
+/// taken for a new one.
+#[inline(always)]
+pub const fn expired(tag: u64, now: u32) -> bool {
+    tag != 0 && !occupied(tag, now)
 }
 
 /// Whether the record may be read.
@@ -84,16 +96,29 @@ pub const fn readable(tag: u64, now: u32) -> bool {
     occupied(tag, now) && tag & STATE != BUSY
 }
 
-/// A hint: the client tuple with this hash has its half-open record in the set of `port`.
+/// A hint: the client tuple with this hash has its half-open record in the set of `port`. It holds 24 bits of the hash, 24 of the time, and
+/// the port.
 #[inline(always)]
 pub const fn hint(client: u64, port: u16, expires: u32) -> u64 {
-    client & 0xffff_ffff_0000_0000 | (coarse_end(expires) as u64 & 0xffff) << 16 | port as u64
+    client >> HINT_CLIENT_SHIFT << HINT_CLIENT_SHIFT | (coarse_end(expires) as u64 & HINT_TIME_MASK) << 16 | port as u64
+}
+
+/// Whether a hint may be this client tuple's.
+#[inline(always)]
+const fn hints_at(hint: u64, client: u64) -> bool {
+    (hint ^ client) >> HINT_CLIENT_SHIFT == 0
+}
+
+/// Coarse units until a hint expires.
+#[inline(always)]
+const fn hint_left(hint: u64, now: u32) -> u64 {
+    (hint >> 16).wrapping_sub((now >> COARSE_SHIFT) as u64) & HINT_TIME_MASK
 }
 
 /// The SNAT port (host order) of a hint that may belong to this client tuple and has not expired.
 #[inline(always)]
 pub const fn hinted_port(hint: u64, client: u64, now: u32) -> Option<u16> {
-    if (hint ^ client) >> 32 != 0 || hint_expired(hint, now) {
+    if !hints_at(hint, client) || hint_expired(hint, now) {
         return None;
     }
     Some(hint as u16)
@@ -102,20 +127,20 @@ pub const fn hinted_port(hint: u64, client: u64, now: u32) -> Option<u16> {
 /// Whether a hint's place may be taken.
 #[inline(always)]
 pub const fn hint_expired(hint: u64, now: u32) -> bool {
-    let left = (hint >> 16).wrapping_sub((now >> COARSE_SHIFT) as u64) & 0xffff;
-    hint == 0 || left == 0 || left > 0x7fff
+    let left = hint_left(hint, now);
+    hint == 0 || left == 0 || left > LONGEST
 }
 
 /// How ill a place in a line of hints suits a new hint of a client; the lowest takes it. The client's own old hint comes first, since a
 /// look-up believes the first that it meets; then what has expired, then what expires soonest.
 #[inline(always)]
 pub const fn hint_cost(hint: u64, client: u64, now: u32) -> u32 {
-    if (hint ^ client) >> 32 == 0 {
+    if hints_at(hint, client) {
         0
     } else if hint_expired(hint, now) {
         1
     } else {
-        1 + ((hint >> 16).wrapping_sub((now >> COARSE_SHIFT) as u64) & 0x7fff) as u32
+        1 + hint_left(hint, now) as u32
     }
 }
 
@@ -160,7 +185,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_tag_keeps_its_parts(reverse_hash: u32, client: u64, now: u32) {
+        fn a_tag_keeps_its_parts(reverse_hash: u32, client: u64, now: u32, later in 0u32..(1 << 26) - (1 << 19)) {
             let live = tag(LIVE, reverse_hash, client, now.wrapping_add(TIMEOUT));
             prop_assert_eq!(reverse(live), reverse_hash);
             prop_assert!(may_be_client(live, client));
@@ -168,6 +193,9 @@ mod tests {
             prop_assert!(readable(live, now.wrapping_add(TIMEOUT)));
             prop_assert!(!occupied(live, now.wrapping_add(TIMEOUT + 32)));
             prop_assert!(!occupied(live, now.wrapping_add(3600 * 62)));
+            let end = now.wrapping_add(TIMEOUT + 32);
+            prop_assert!(!occupied(live, end.wrapping_add(later)) && expired(live, end.wrapping_add(later)));
+            prop_assert!(!expired(live, now) && !expired(0, now));
             prop_assert!(!readable(with_state(live, BUSY), now));
             prop_assert!(occupied(with_state(live, BUSY), now));
             prop_assert!(!occupied(with_state(live, FREE), now));
@@ -177,12 +205,13 @@ mod tests {
         }
 
         #[test]
-        fn a_hint_leads_its_client_only(client: u64, other: u64, port in 1u16.., now: u32) {
+        fn a_hint_leads_its_client_only(client: u64, other: u64, port in 1u16.., now: u32, later in 0u32..(1 << 28) - (1 << 19)) {
             let hint = hint(client, port, now.wrapping_add(TIMEOUT));
             prop_assert_eq!(hinted_port(hint, client, now), Some(port));
             prop_assert_eq!(hinted_port(hint, client, now.wrapping_add(TIMEOUT)), Some(port));
             prop_assert_eq!(hinted_port(hint, client, now.wrapping_add(TIMEOUT + 32)), None);
-            if client >> 32 != other >> 32 {
+            prop_assert_eq!(hinted_port(hint, client, now.wrapping_add(TIMEOUT + 32 + later)), None);
+            if client >> HINT_CLIENT_SHIFT != other >> HINT_CLIENT_SHIFT {
                 prop_assert_eq!(hinted_port(hint, other, now), None);
             }
         }
@@ -193,7 +222,7 @@ mod tests {
             let mut left = std::collections::BTreeMap::new();
             for ((client, port), timeout) in clients.iter().zip(ports).zip(timeouts) {
                 // Few clients, so that they come again, and none whose hash looks like an empty place.
-                let client = ((client % 10) + 1) << 32;
+                let client = ((client % 10) + 1) << HINT_CLIENT_SHIFT;
                 let expires = now.wrapping_add(500 + timeout);
                 let place = (0..HINT_WAYS).min_by_key(|&way| hint_cost(line[way], client, now)).unwrap_or_default();
                 line[place] = hint(client, port, expires);
@@ -208,8 +237,8 @@ mod tests {
 
         #[test]
         fn of_a_full_line_the_hint_that_expires_soonest_makes_room(timeouts in prop::array::uniform8(0u32..20_000), now: u32) {
-            let line: Vec<u64> = (1u64..).zip(timeouts).map(|(client, timeout)| hint(client << 32, 1, now.wrapping_add(100 + timeout))).collect();
-            let place = (0..HINT_WAYS).min_by_key(|&way| hint_cost(line[way], 99 << 32, now)).unwrap_or_default();
+            let line: Vec<u64> = (1u64..).zip(timeouts).map(|(client, timeout)| hint(client << HINT_CLIENT_SHIFT, 1, now.wrapping_add(100 + timeout))).collect();
+            let place = (0..HINT_WAYS).min_by_key(|&way| hint_cost(line[way], 99 << HINT_CLIENT_SHIFT, now)).unwrap_or_default();
             let soonest = timeouts.iter().map(|timeout| now.wrapping_add(100 + timeout)).map(|end| coarse_end(end).wrapping_sub(coarse_end(now))).min();
             prop_assert_eq!(Some(coarse_end(now.wrapping_add(100 + timeouts[place])).wrapping_sub(coarse_end(now))), soonest);
         }

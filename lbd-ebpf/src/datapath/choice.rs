@@ -427,12 +427,18 @@ pub(crate) fn choose_backend(table: u32, table_size: u32, hash: u32, attempt: u3
 #[inline(always)]
 pub(crate) fn announce(id: u16, now: u32) {
     if let Some(used) = BACKEND_USE.get_ptr_mut(u32::from(id)) {
-        // SAFETY: a map value, which the verifier checks; a lost count delays the breaker.
+        // SAFETY: a map value, which the verifier checks; a lost count delays the breaker. Other CPUs write the ticks too, which hardly ever
+        // need a change here.
         unsafe {
-            if (*used).unanswered == 0 {
-                (*used).since = now;
+            let owing = breaker::owing(&*used, now);
+            (*used).unanswered = owing.unanswered;
+            (*used).since = owing.since;
+            if owing.answered != (*used).answered {
+                (*used).answered = owing.answered;
             }
-            (*used).unanswered = (*used).unanswered.saturating_add(1);
+            if owing.trial != (*used).trial {
+                (*used).trial = owing.trial;
+            }
         }
     }
 }

@@ -378,6 +378,9 @@ fn claim<A: Tables>(set: *mut HalfOpenSet<A>, reverse: u32, client: u64, now: u3
             (free, old) = (way, current);
         } else if free == HALF_OPEN_WAYS && !tag::occupied(current, now) {
             (free, old) = (way, current);
+        } else if tag::expired(current, now) {
+            // SAFETY: as above. Whoever has taken it meanwhile keeps it.
+            unsafe { compare_and_swap(tag_word(set, way), current, 0) };
         }
         way += 1;
     }

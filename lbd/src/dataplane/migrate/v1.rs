@@ -318,23 +318,13 @@ pub const fn tag_back(new: u64, now: u32, settings: &Settings) -> u64 {
 
 /// Where a half-open connection is whose first SNAT port was taken: as with [`tag`].
 pub const fn hint(old: u64, now: u32, settings: &Settings) -> u64 {
-    let left = (old >> HINT_TIME) & HINT_TIME_MASK;
     let lifetime = settings.tcp_half_open >> COARSE;
-    let age = ((now >> COARSE) as u64).wrapping_sub(left) & HINT_TIME_MASK;
+    let age = ((now >> COARSE) as u64).wrapping_sub(old >> HINT_TIME) & HINT_TIME_MASK;
     if old == 0 || age > lifetime as u64 {
         return 0;
     }
-    half_open::hint(old, old as u16, (left as u32).wrapping_add(lifetime) << COARSE)
-}
-
-/// A hint.
-pub const fn hint_back(new: u64, now: u32, settings: &Settings) -> u64 {
-    if half_open::hint_expired(new, now) {
-        return 0;
-    }
-    let expires = (new >> HINT_TIME) & HINT_TIME_MASK;
-    let left = expires.wrapping_sub((settings.tcp_half_open >> COARSE) as u64 + 1) & HINT_TIME_MASK;
-    new & !(HINT_TIME_MASK << HINT_TIME) | left << HINT_TIME
+    let left = (now >> COARSE).wrapping_sub(age as u32);
+    half_open::hint(old, old as u16, left.wrapping_add(lifetime) << COARSE)
 }
 
 /// A segment: without IPv6.
@@ -740,7 +730,6 @@ mod tests {
             let age = (now >> COARSE).wrapping_sub(left >> COARSE);
             if age <= SETTINGS.tcp_half_open >> COARSE {
                 prop_assert_eq!(half_open::hinted_port(new, client, now), Some(port));
-                prop_assert_eq!(hint_back(new, now, &SETTINGS), old);
             } else {
                 prop_assert_eq!(new, 0);
             }
