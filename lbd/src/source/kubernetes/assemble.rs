@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::convert::Slice;
 use super::follow::{Item, Kind, Update};
+use crate::config::Protocol;
 use crate::source::{Endpoint, Inventory, ObjectName, Objects, Service, ServiceKind};
 
 /// The namespace whose UID is the cluster's identity.
@@ -85,9 +86,12 @@ impl Assembler {
             Update::Listed(kind, items) => {
                 let changed = self.listed_all(kind, items, ours);
                 self.listed.insert(kind);
-                changed
+                self.end_displaced() || changed
             }
-            Update::Set(item) => self.set(item),
+            Update::Set(item) => {
+                let changed = self.set(item);
+                self.end_displaced() || changed
+            }
             Update::Gone(item) => self.gone(&item),
             Update::Alive(_) | Update::Failed { .. } => false,
         }
@@ -150,6 +154,32 @@ impl Assembler {
             Item::Slice(..) => return,
         };
         self.suspects.remove(&key);
+    }
+
+    /// Holds nothing any more whose NodePort or address another has by now: what still goes there would reach that one.
+    /// Returns whether that changes the inventory.
+    fn end_displaced(&mut self) -> bool {
+        if self.suspects.is_empty() {
+            return false;
+        }
+        let is_held = |kind, name: &ObjectName| self.suspects.contains_key(&(kind, name.clone()));
+        let services = self.inventory.services.iter().filter(|(name, _)| !is_held(Kind::Services, name));
+        let ports: BTreeSet<_> = services.flat_map(|(_, service)| node_ports(service)).collect();
+        let nodes = self.inventory.nodes.iter().filter(|(name, _)| !is_held(Kind::Nodes, &ObjectName::new("", *name)));
+        let addresses: BTreeSet<IpAddr> = nodes.flat_map(|(_, node)| node.addresses.iter().copied()).collect();
+        let displaced = self.suspects.keys().filter(|(kind, name)| match kind {
+            Kind::Services => {
+                self.inventory.services.get(name).is_some_and(|held| node_ports(held).any(|port| ports.contains(&port)))
+            }
+            Kind::Nodes => self
+                .inventory
+                .nodes
+                .get(&name.name)
+                .is_some_and(|held| held.addresses.iter().any(|address| addresses.contains(address))),
+            Kind::Namespaces | Kind::EndpointSlices => false,
+        });
+        let displaced: Vec<_> = displaced.cloned().collect();
+        displaced.into_iter().fold(false, |changed, (kind, name)| self.gone(&nothing(kind, name)) || changed)
     }
 
     fn gone(&mut self, item: &Item) -> bool {
@@ -272,6 +302,12 @@ fn nothing(kind: Kind, name: ObjectName) -> Item {
     }
 }
 
+/// The ports that a Service has on the nodes.
+fn node_ports(service: &Service) -> impl Iterator<Item = (Protocol, u16)> {
+    let ports = service.ports.iter().filter_map(|port| Some((port.protocol()?, port.node_port)));
+    ports.chain(service.health_port.map(|port| (Protocol::Tcp, port))).filter(|(_, port)| *port != 0)
+}
+
 /// Whether lbd could ever use the endpoints of a Service: pods behind a cluster-internal Service come and go all day.
 fn reads_endpoints(service: &Service) -> bool {
     match service.kind {
@@ -285,7 +321,7 @@ fn reads_endpoints(service: &Service) -> bool {
 mod tests {
     use super::super::convert::Namespace;
     use super::*;
-    use crate::source::Node;
+    use crate::source::{Node, ServicePort};
 
     fn apply(assembler: &mut Assembler, update: Update) -> bool {
         assembler.apply(update, &|_, _| true)
@@ -427,6 +463,44 @@ mod tests {
         std::thread::sleep(hold);
         assert!(apply(&mut assembler, listed(&[])));
         assert!(assembler.inventory.services.is_empty() && assembler.suspects.is_empty());
+    }
+
+    fn on_port(text: &str, protocol: &str, node_port: u16) -> Item {
+        let port = ServicePort { protocol: protocol.into(), port: 443, node_port, ..ServicePort::default() };
+        Item::Service(name(text), Box::new(Service { ports: vec![port], ..*service(ServiceKind::LoadBalancer) }))
+    }
+
+    #[test]
+    fn b37_what_is_held_goes_at_once_when_another_has_its_node_port() {
+        let mut assembler = Assembler { hold: Duration::from_mins(1), ..Assembler::default() };
+        let all =
+            [("a", 30001), ("b", 30002), ("c", 30003), ("d", 30004)].map(|(text, port)| on_port(text, "TCP", port));
+        apply(&mut assembler, Update::Listed(Kind::Services, all.into()));
+        // Theirs of another protocol is another port.
+        let next = vec![on_port("new", "TCP", 30001), on_port("other", "UDP", 30002)];
+        assert!(apply(&mut assembler, Update::Listed(Kind::Services, next)));
+        let names = |assembler: &Assembler| {
+            assembler.inventory.services.keys().map(|name| name.name.clone()).collect::<Vec<_>>().join(" ")
+        };
+        assert_eq!(names(&assembler), "b c d new other");
+        assert_eq!(assembler.suspects.len(), 3);
+        assert!(apply(&mut assembler, Update::Set(on_port("later", "TCP", 30003))));
+        assert_eq!(names(&assembler), "b d later new other");
+        let local = Service { health_port: Some(30004), ..*service(ServiceKind::LoadBalancer) };
+        assert!(apply(&mut assembler, Update::Set(Item::Service(name("local"), Box::new(local)))));
+        assert_eq!(names(&assembler), "b later local new other");
+    }
+
+    #[test]
+    fn b37_a_node_that_is_held_goes_at_once_when_another_has_its_address() {
+        let node = |text: &str, address: &str| {
+            Item::Node(text.into(), Node { addresses: vec![address.parse().unwrap()], ..Node::default() })
+        };
+        let mut assembler = Assembler { hold: Duration::from_mins(1), ..Assembler::default() };
+        let all = vec![node("n1", "10.0.0.1"), node("n2", "10.0.0.2"), node("n3", "10.0.0.3")];
+        apply(&mut assembler, Update::Listed(Kind::Nodes, all));
+        assert!(apply(&mut assembler, Update::Listed(Kind::Nodes, vec![node("n4", "10.0.0.2")])));
+        assert_eq!(assembler.inventory.nodes.keys().collect::<Vec<_>>(), ["n1", "n3", "n4"]);
     }
 
     #[test]
