@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::net::IpAddr;
 
-use ipnet::{Ipv4Subnets, Ipv6Subnets};
+use ipnet::{IpNet, Ipv4Subnets, Ipv6Subnets};
 
 use super::{NAMESPACE, own_object};
 use crate::config::{Claim, Config, Tenant};
@@ -101,7 +101,7 @@ pub fn manifests(config: &Config) -> String {
     let mut text = format!(
         "\
 # What lbd asks of this cluster with its present configuration, and nothing more: made by `lbd rbac`, to be made again when claims or
-# pools change. The agent runs outside the cluster, as this account: docs/kubernetes.md says how to make its kubeconfig.
+# addresses change. The agent runs outside the cluster, as this account: docs/kubernetes.md says how to make its kubeconfig.
 apiVersion: v1
 kind: Namespace
 metadata:
@@ -293,7 +293,7 @@ fn claims(tenant: &Tenant) -> String {
     tenant.claims.iter().map(one).collect::<Vec<_>>().join(" || ")
 }
 
-/// CEL: whether the ingress entry `it` is an address of the tenant's pools.
+/// CEL: whether the ingress entry `it` is an address of the tenant's pools, or of a frontend that names a Service: that may be any.
 fn pools(tenant: &Tenant) -> String {
     let mut prefixes = Vec::new();
     for pool in &tenant.pools {
@@ -307,6 +307,11 @@ fn pools(tenant: &Tenant) -> String {
             (IpAddr::V4(_) | IpAddr::V6(_), _) => {}
         }
     }
+    let named =
+        tenant.frontends.iter().filter(|frontend| frontend.service.is_some()).filter_map(|frontend| frontend.vip);
+    let outside = named.filter(|vip| !tenant.pools.iter().any(|pool| pool.contains(*vip)));
+    let outside: BTreeSet<_> = outside.map(|vip| IpNet::from(vip).to_string()).collect();
+    prefixes.extend(outside.iter().map(|net| quoted(net)));
     format!("has(it.ip) && !has(it.hostname) && [{}].exists(pool, cidr(pool).containsIP(it.ip))", prefixes.join(", "))
 }
 
@@ -407,7 +412,7 @@ mod tests {
         context.add_function("cidr", |text: std::sync::Arc<String>| text).unwrap();
         context
             .add_function("containsIP", |This(net): This<std::sync::Arc<String>>, address: std::sync::Arc<String>| {
-                net.parse::<ipnet::IpNet>().unwrap().contains(&address.parse::<IpAddr>().unwrap())
+                net.parse::<IpNet>().unwrap().contains(&address.parse::<IpAddr>().unwrap())
             })
             .unwrap();
         let request = json!({"namespace": namespace["metadata"]["name"],
@@ -471,6 +476,22 @@ mod tests {
         let ours = with(json!([{"ip": "192.0.2.32"}]));
         assert!(!admits(NAMED, &namespace("clusters-c", &json!({})), &old, &ours));
         assert!(!admits(NAMED, &namespace("kube-system", &json!({})), &old, &ours));
+    }
+
+    #[test]
+    fn the_policy_admits_what_the_file_gives_a_service_outside_the_pools() {
+        let claim = format!(
+            "{NAMED}\n    frontends: [{{ name: s, service: clusters-a/s, vip: 192.0.2.99 }}, {{ name: in, service: clusters-a/in, vip: \
+             192.0.2.33 }}, {{ name: plain, vip: 192.0.2.98, ports: [443], backends: [10.0.0.1] }}]"
+        );
+        let place = namespace("clusters-a", &json!({}));
+        let old = json!({"metadata": {"name": "s"}});
+        let with = |address: &str| json!({"metadata": {"name": "s"}, "status": {"loadBalancer": {"ingress": [{"ip": address}]}}});
+        for (address, admitted) in [("192.0.2.99", true), ("192.0.2.33", true), ("192.0.2.98", false)] {
+            assert_eq!(admits(&claim, &place, &old, &with(address)), admitted, "{address}");
+        }
+        assert!(!admits(NAMED, &place, &old, &with("192.0.2.99")));
+        assert_eq!(manifests(&config(&claim)).matches("192.0.2.33").count(), 0, "a part of the pool is named once");
     }
 
     #[test]
