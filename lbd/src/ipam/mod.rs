@@ -179,8 +179,9 @@ impl<'a> Run<'a> {
             });
             match entry.freed {
                 None if !used => entry.freed = Some(now),
-                // A clock that was set back must not keep a reservation for ever.
-                Some(freed) if !used && (freed > now || freed + RESERVED <= now) => return false,
+                // A clock that was set back must neither keep a reservation for ever nor end it.
+                Some(freed) if !used && freed > now => entry.freed = Some(now),
+                Some(freed) if !used && freed + RESERVED <= now => return false,
                 None | Some(_) => {}
             }
             true

@@ -230,6 +230,27 @@ fn a_freed_address_is_kept_a_day_for_the_same_name() {
 }
 
 #[test]
+fn b36_a_clock_that_is_set_back_ends_no_reservation_and_lengthens_none() {
+    let mut world = World::new();
+    world.add("clusters-tenant-a/a", "1");
+    world.assign();
+    world.inventory.services.clear();
+    world.assign();
+    world.now -= 3600;
+    world.add("clusters-tenant-a/b", "2");
+    assert_eq!(address(&world.assign(), "clusters-tenant-a/b"), Some(ip("192.168.203.111")));
+    world.add("clusters-tenant-a/a", "3");
+    assert_eq!(address(&world.assign(), "clusters-tenant-a/a"), Some(ip("192.168.203.110")));
+    world.inventory.services.remove(&name("clusters-tenant-a/a"));
+    world.assign();
+    world.now -= 3600;
+    world.assign();
+    world.now += RESERVED;
+    world.add("clusters-tenant-a/c", "4");
+    assert_eq!(address(&world.assign(), "clusters-tenant-a/c"), Some(ip("192.168.203.110")));
+}
+
+#[test]
 fn an_exhausted_pool_says_so_and_heals_when_a_service_goes() {
     let mut world = World::new();
     world.config.tenants[0].pools = vec![range("192.168.203.110-192.168.203.111")];
