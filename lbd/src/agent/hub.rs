@@ -316,7 +316,7 @@ impl Hub {
             return;
         }
         parts.record.set(&core.record);
-        parts.events.set(core.events.lasting().iter().cloned().collect());
+        parts.events.set(for_owners(core));
         let desired = desired(core, &inputs.inventory);
         self.queued.truncate(1);
         self.queued.push((core.record.generation, desired));
@@ -441,6 +441,16 @@ fn annotations(config: &Config) -> BTreeSet<String> {
     config.address_annotations.iter().cloned().collect()
 }
 
+/// What owners of Services are told by Events. To a Service that is not ours nothing is written but why it is not.
+fn for_owners<M: Maps>(core: &Core<M>) -> Vec<Notice> {
+    let assigned = |name: &ObjectName| core.assignments.services.get(name).is_some_and(|assignment| assignment.claimed);
+    let concerns = |notice: &&Notice| {
+        matches!(notice.reason, "ClaimedTwice" | "ForeignAddress" | "NoTenant")
+            || notice.service.as_ref().is_some_and(assigned)
+    };
+    core.events.lasting().iter().filter(concerns).cloned().collect()
+}
+
 /// The status of every Service that is ours.
 fn desired<M: Maps>(core: &Core<M>, inventory: &Inventory) -> BTreeMap<ObjectName, DesiredStatus> {
     let programmed: BTreeSet<&ObjectName> =
@@ -492,4 +502,39 @@ fn desired<M: Maps>(core: &Core<M>, inventory: &Inventory) -> BTreeMap<ObjectNam
         all.insert(name.clone(), desired);
     }
     all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::core::testing::Bench;
+    use super::*;
+    use crate::ipam::ServiceAssignment;
+
+    fn notice(reason: &'static str, service: Option<&str>) -> Notice {
+        let service = service.map(|name| ObjectName::new("n", name));
+        Notice { reason, service, tenant: None, message: "text".to_owned() }
+    }
+
+    #[test]
+    fn b10_nothing_is_written_to_services_of_others_but_why_they_are_not_served() {
+        let mut bench = Bench::new();
+        let assignment = |claimed| ServiceAssignment { claimed, ..ServiceAssignment::default() };
+        let services = [("ours", true), ("reserved", false), ("foreign", false)];
+        let services = services.map(|(name, claimed)| (ObjectName::new("n", name), assignment(claimed)));
+        bench.core.assignments = Arc::new(Assignments { services: services.into(), ..Assignments::default() });
+        let told = [
+            notice("AllBackendsDown", Some("ours")),
+            notice("ForeignAddress", Some("foreign")),
+            notice("NoTenant", Some("elsewhere")),
+        ];
+        let silent = [
+            notice("AllBackendsDown", Some("reserved")),
+            notice("NodePortMissing", Some("foreign")),
+            notice("StatusForbidden", Some("elsewhere")),
+            notice("RemovalHeld", None),
+        ];
+        let all = told.iter().chain(&silent).cloned().collect();
+        bench.core.events.set_lasting(all, Timestamp::UNIX_EPOCH);
+        assert_eq!(for_owners(&bench.core), told);
+    }
 }
