@@ -305,24 +305,28 @@ impl<M: Maps> Core<M> {
         self.config.hub.kubernetes.is_none() || inputs.inventory.complete
     }
 
+    /// Whether another agent acts and nothing of ours is in the maps: what an earlier life has left there goes on.
+    pub(super) fn waits(&self, inputs: &Inputs) -> bool {
+        inputs.role != Role::Acting && !self.ever
+    }
+
     /// Brings addresses, plan and maps to what is known now. Returns false if it must be called again soon.
     pub(crate) fn reconcile(&mut self, inputs: &Inputs, now: Timestamp) -> bool {
         if !self.may_act(inputs) {
             self.tell_notices(inputs, now);
             return true;
         }
-        let standby = inputs.role != Role::Acting;
-        if standby && !self.ever {
-            // Nothing of ours is in the maps; what an earlier life has left there goes on.
+        if self.waits(inputs) {
             self.tell_notices(inputs, now);
             return true;
         }
+        let standby = inputs.role != Role::Acting;
         self.take_record(inputs, now);
         let assigned = Assigned::from(&self.config, inputs, self.ipam.record().generation, now);
         // Nothing of it has changed when only a probe has: a node that dies must be out of the maps at once.
         if !self.assigned.as_ref().is_some_and(|before| before.is_same(&assigned)) {
             self.assignments = Arc::new(if standby {
-                self.frozen(inputs, now)
+                self.frozen(&self.config, inputs, now)
             } else {
                 self.ipam.assign(&self.config, &inputs.inventory, &inputs.host, &inputs.taken, now.as_second())
             });
@@ -330,10 +334,7 @@ impl<M: Maps> Core<M> {
         }
         let mut plan =
             self.planner.plan(&self.config, &inputs.inventory, &self.assignments, &inputs.health, &inputs.host);
-        plan.quiet = standby;
-        if let Some(most) = inputs.blind {
-            refuse_new(&mut plan, most);
-        }
+        restrain(&mut plan, inputs);
         self.keep_records(now);
         let done = if self.in_maps && *self.plan == plan { true } else { self.apply(plan, now) };
         self.tell_notices(inputs, now);
@@ -341,10 +342,10 @@ impl<M: Maps> Core<M> {
     }
 
     /// What Services have, while another agent gives out addresses: nothing new, and nothing is freed.
-    fn frozen(&self, inputs: &Inputs, now: Timestamp) -> Assignments {
+    pub(super) fn frozen(&self, config: &Config, inputs: &Inputs, now: Timestamp) -> Assignments {
         let inventory = Inventory { complete: false, ..(*inputs.inventory).clone() };
         let mut ipam = Ipam::new(self.ipam.record().clone());
-        ipam.assign(&self.config, &inventory, &inputs.host, &inputs.taken, now.as_second())
+        ipam.assign(config, &inventory, &inputs.host, &inputs.taken, now.as_second())
     }
 
     /// Puts a plan into the maps.
@@ -464,6 +465,14 @@ impl<M: Maps> Core<M> {
             }
         }
         all
+    }
+}
+
+/// Takes out of a plan what this agent may not do now: announce while another acts, and open connections while it is blind.
+pub(super) fn restrain(plan: &mut Plan, inputs: &Inputs) {
+    plan.quiet = inputs.role != Role::Acting;
+    if let Some(most) = inputs.blind {
+        refuse_new(plan, most);
     }
 }
 

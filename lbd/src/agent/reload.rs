@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use jiff::Timestamp;
 
-use super::core::{Core, Inputs, Maps};
+use super::core::{Core, Inputs, Maps, Role, restrain};
 use super::events::time;
 use crate::api::types::{ReloadReply, ReloadRequest, reload_outcome};
 use crate::config::{self, Config, Severity};
@@ -75,15 +75,16 @@ impl<M: Maps> Core<M> {
                        try again when `lbctl status` shows the source as synced";
             return refused(reload_outcome::FAILED, why.to_owned());
         }
-        let mut ipam = Ipam::new(self.ipam.record().clone());
-        let mut planner = Planner::new(self.planner.ids().clone());
-        let assignments = ipam.assign(&new, &inputs.inventory, &inputs.host, &inputs.taken, now.as_second());
-        let plan = planner.plan(&new, &inputs.inventory, &assignments, &inputs.health, &inputs.host);
-        let mut changes = changes(&self.plan, &plan);
+        let plan = if self.waits(inputs) { None } else { Some(self.preview(&new, inputs, now)) };
+        let mut changes = plan.as_ref().map(|plan| changes(&self.plan, plan)).unwrap_or_default();
         if changes.is_empty() {
-            changes.push("settings only: no frontend changes".to_owned());
+            let text = match &plan {
+                Some(_) => "settings only: no frontend changes",
+                None => "nothing now: another agent serves this hub",
+            };
+            changes.push(text.to_owned());
         }
-        let cuts = Cuts::of(&self.plan, &plan);
+        let cuts = plan.as_ref().map(|plan| Cuts::of(&self.plan, plan)).unwrap_or_default();
         let flows_cut = if cuts.is_empty() {
             0
         } else {
@@ -113,13 +114,23 @@ impl<M: Maps> Core<M> {
         }
         self.config_status.loaded = time(now);
         self.config = Arc::new(new);
-        self.ipam = ipam;
-        self.planner = planner;
-        self.assignments = Arc::new(assignments);
-        self.keep_records(now);
         // If the maps can't take all of it now, the main loop goes on trying: the new configuration is in force.
-        self.apply(plan, now);
+        self.reconcile(inputs, now);
         reply(reload_outcome::APPLIED, None)
+    }
+
+    /// The plan that [`Self::reconcile`] makes of another configuration. Nothing changes.
+    fn preview(&self, config: &Config, inputs: &Inputs, now: Timestamp) -> Plan {
+        let assignments = if inputs.role == Role::Acting {
+            let mut ipam = Ipam::new(self.ipam.record().clone());
+            ipam.assign(config, &inputs.inventory, &inputs.host, &inputs.taken, now.as_second())
+        } else {
+            self.frozen(config, inputs, now)
+        };
+        let mut planner = Planner::new(self.planner.ids().clone());
+        let mut plan = planner.plan(config, &inputs.inventory, &assignments, &inputs.health, &inputs.host);
+        restrain(&mut plan, inputs);
+        plan
     }
 }
 
@@ -283,6 +294,8 @@ mod tests {
 
     use super::super::core::testing::{Bench, CONFIG};
     use super::*;
+    use crate::plan::testing::service;
+    use crate::source::{Inventory, Node, ObjectName};
 
     fn reload(bench: &mut Bench, request: ReloadRequest) -> ReloadReply {
         let path = bench.path();
@@ -339,6 +352,66 @@ mod tests {
         assert_eq!(reply.changes, dry.changes);
         assert_eq!(bench.maps.0.borrow().reconfigured, 1);
         assert_eq!(bench.core.config.tenants[0].frontends[0].ports.len(), 2);
+    }
+
+    /// On a cluster with a Service and a node, of which the file claims nothing yet.
+    fn with_cluster() -> (Bench, String) {
+        let mut bench = Bench::new();
+        let text = CONFIG.replace("snat:", "kubernetes: { kubeconfig: /k }, snat:");
+        with(&bench, &text);
+        bench.core.config = Arc::new(config::load(&bench.path()).unwrap());
+        let mut inventory = Inventory { complete: true, ..Inventory::default() };
+        inventory.services.insert(ObjectName::new("n", "s"), service("u", &[(6443, 30443)]));
+        let node = Node { uid: "n".to_owned(), addresses: vec![[10, 0, 0, 9].into()], excluded: false };
+        inventory.nodes.insert("n1".to_owned(), node);
+        bench.inputs.inventory = Arc::new(inventory);
+        (bench, text.replace("pools:", "claim: [{ namespaces: [n] }]\n    pools:"))
+    }
+
+    #[test]
+    fn b59_a_standby_that_reloads_gives_out_announces_and_writes_nothing() {
+        let (mut bench, claims) = with_cluster();
+        let standby = Role::Standby { holder: "other".to_owned() };
+        bench.inputs.role = standby.clone();
+        bench.round();
+        with(&bench, &claims);
+        let reply = reload(&mut bench, ReloadRequest::default());
+        assert_eq!(reply.outcome, reload_outcome::APPLIED, "{reply:?}");
+        assert!(reply.changes[0].contains("another agent"), "{reply:?}");
+        assert!(bench.maps.0.borrow().plans.is_empty(), "nothing of ours was in the maps");
+        assert_eq!(bench.core.ipam.record().entries, []);
+
+        // One that acted before: what it has stays in the maps, unannounced.
+        let (mut bench, claims) = with_cluster();
+        bench.round();
+        bench.inputs.role = standby;
+        bench.round();
+        let plans = bench.maps.0.borrow().plans.len();
+        with(&bench, &claims.replace("ports: [443]", "ports: [443, 80]"));
+        let reply = reload(&mut bench, ReloadRequest::default());
+        assert_eq!(reply.outcome, reload_outcome::APPLIED, "{reply:?}");
+        assert_eq!(reply.changes, ["+ frontend web 192.0.2.34:80/TCP of tenant a"]);
+        assert_eq!(bench.core.ipam.record().entries, []);
+        let maps = bench.maps.0.borrow();
+        assert!(maps.plans.len() > plans && maps.plans[plans..].iter().all(|plan| plan.quiet));
+        drop(maps);
+        bench.inputs.role = Role::Acting;
+        bench.round();
+        assert_eq!(bench.core.ipam.record().entries.len(), 1);
+    }
+
+    #[test]
+    fn b35_a_reload_while_the_cluster_is_silent_opens_no_connections() {
+        let (mut bench, claims) = with_cluster();
+        bench.round();
+        bench.inputs.blind = Some(std::time::Duration::from_mins(1));
+        bench.round();
+        with(&bench, &claims);
+        let reply = reload(&mut bench, ReloadRequest::default());
+        assert_eq!(reply.outcome, reload_outcome::APPLIED, "{reply:?}");
+        let mut of_services = bench.core.plan.frontends.values().filter(|frontend| frontend.service.is_some());
+        assert!(of_services.next().is_some_and(|frontend| frontend.table.is_none() && !frontend.backends.is_empty()));
+        assert!(bench.core.events.lasting().iter().any(|notice| notice.reason == "Blind"), "told at once");
     }
 
     #[test]
