@@ -664,10 +664,21 @@ abi_struct! {
         pub network6_be: Address6,
         /// On-link IPv6 prefix: mask (all ones: no prefix, all clients but link-local ones are off-link).
         pub mask6_be: Address6,
+        /// A second on-link IPv6 prefix (a unique local one beside a global one): network address.
+        pub second_network6_be: Address6,
+        /// A second on-link IPv6 prefix: mask.
+        pub second_mask6_be: Address6,
+        /// A second on-link IPv4 prefix: network address.
+        pub second_network4_be: u32,
+        /// A second on-link IPv4 prefix: mask.
+        pub second_mask4_be: u32,
+        /// Zero, up to whole cache lines. Packets of known flows need the first only.
+        pub reserved: [u32; 6],
     }
-    size 64 align 4 offsets {
+    size 128 align 4 offsets {
         id: 0, flags: 2, mac: 4, tenant: 10, gateway_next_hop: 12, vlan: 16, gateway6_next_hop: 18, network4_be: 20, mask4_be: 24,
-        mtu: 28, network6_be: 32, mask6_be: 48
+        mtu: 28, network6_be: 32, mask6_be: 48, second_network6_be: 64, second_mask6_be: 80, second_network4_be: 96,
+        second_mask4_be: 100, reserved: 104
     }
 }
 
@@ -723,6 +734,8 @@ pub const ADDRESS_BACKEND: u16 = 1 << 4;
 pub const ADDRESS_TARGET_PORT: u16 = 1 << 5;
 /// [`LocalAddress::flags`]: not an address but a TCP port that `host_access` opens on the host's own addresses in the segment.
 pub const ADDRESS_HOST_PORT: u16 = 1 << 6;
+/// [`LocalAddress::flags`]: a VIP whose frontends all drop in silence what nobody serves.
+pub const ADDRESS_UNSERVED_DROP: u16 = 1 << 7;
 
 abi_struct! {
     /// Key of [`names::FRONTENDS`].

@@ -161,6 +161,8 @@ reasons! {
     StrayDatagram = 54, "stray_datagram", Drop;
     /// TCP packet of no known flow, while flows are handed over
     NoFlowQuiet = 55, "no_flow_quiet", Drop;
+    /// port that no frontend of the VIP serves, all of which are set to `unserved: drop`
+    UnservedQuiet = 56, "unserved_quiet", Drop;
 }
 
 const _: () = {

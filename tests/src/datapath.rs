@@ -591,6 +591,11 @@ pub mod bench {
             mtu: 1500,
             network6_be: prefix6(0xa),
             mask6_be: [u32::MAX, u32::MAX, 0, 0],
+            second_network6_be: [0; 4],
+            second_mask6_be: [u32::MAX; 4],
+            second_network4_be: 0,
+            second_mask4_be: u32::MAX,
+            reserved: [0; 6],
         };
         segments.set(abi::segment_index(TENANT_NIC as u32, 0), tenant, 0)?;
         let hub = abi::Segment {

@@ -39,6 +39,8 @@ families!(
     b53_refusals_of_the_backend_are_passed_on_and_nobody_piles_up,
     no_backend_is_refused_at_once_and_served_from_the_first_one_on,
     on_link_clients_are_answered_at_their_own_mac_and_off_link_ones_through_the_gateway,
+    clients_of_the_segments_second_prefix_are_on_the_link,
+    a31_a_vip_that_is_silent_answers_nothing_at_ports_that_nobody_serves,
     a_marked_flow_is_absent_at_once_and_deleted_after_the_grace,
     a65_flow_affinity_spreads_and_source_affinity_does_not,
     adopted_connections_keep_their_backend_and_port,
@@ -414,6 +416,53 @@ fn on_link_clients_are_answered_at_their_own_mac_and_off_link_ones_through_the_g
     hop.flags = 0;
     datapath.array(names::NEXT_HOPS)?.set(gateway, hop, 0)?;
     assert_eq!(back(&datapath)?, bench::GATEWAY_MAC);
+    Ok(())
+}
+
+fn clients_of_the_segments_second_prefix_are_on_the_link<I: Ip>() -> Result<()> {
+    let mut datapath = datapath(1)?;
+    let slot = abi::segment_index(TENANT_NIC as u32, 0);
+    let segment = datapath.array::<abi::Segment>(names::SEGMENTS)?.get(&slot, 0)?;
+    let address = I::CLIENT.mapped();
+    let word = |at: usize| u32::from_ne_bytes([address[at], address[at + 1], address[at + 2], address[at + 3]]);
+    let with = if I::IS_V6 {
+        let mask = [u32::MAX, u32::MAX, 0, 0];
+        abi::Segment { second_network6_be: [word(0), word(4), 0, 0], second_mask6_be: mask, ..segment }
+    } else {
+        let mask = 0xffff_ff00u32.to_be();
+        abi::Segment { second_network4_be: word(12) & mask, second_mask4_be: mask, ..segment }
+    };
+    datapath.array(names::SEGMENTS)?.set(slot, with, 0)?;
+    let mac = [2, 0, 0, 0, 1, 0x61];
+    let near = |port, flags| Segment { source_mac: mac, ..client((I::CLIENT, port), flags, 1000, 0) };
+    let syn = forwarded(&datapath, TENANT_NIC, &near(40000, SYN))?;
+    let back = forwarded(&datapath, HUB_NIC, &syn.answer(SYN | ACK, BACKEND_SEQUENCE))?;
+    assert_eq!(back.destination_mac, mac);
+
+    // What is ours there can be no client's address.
+    let key = abi::AddressKey { address: I::CLIENT.mapped(), segment: bench::TENANT_SEGMENT, port_be: 0 };
+    let own = abi::LocalAddress { flags: abi::ADDRESS_HOST, ..abi::LocalAddress::ZERO };
+    datapath.hash(names::ADDRESSES)?.insert(key, own, 0)?;
+    assert_eq!(send(&datapath, TENANT_NIC, &near(40001, SYN))?.action, DROP);
+    assert_eq!(datapath.reasons()?, only(Reason::BadSource, 1));
+    Ok(())
+}
+
+fn a31_a_vip_that_is_silent_answers_nothing_at_ports_that_nobody_serves<I: Ip>() -> Result<()> {
+    let mut datapath = datapath(1)?;
+    let key = abi::AddressKey { address: I::VIP.mapped(), segment: bench::TENANT_SEGMENT, port_be: 0 };
+    let mut vip: abi::LocalAddress = datapath.hash(names::ADDRESSES)?.get(&key, 0)?;
+    vip.flags |= abi::ADDRESS_UNSERVED_DROP;
+    datapath.hash(names::ADDRESSES)?.insert(key, vip, 0)?;
+    let mut syn = client((I::CLIENT, 40000), SYN, 1000, 0);
+    syn.destination.1 = 81;
+    assert_eq!(send(&datapath, TENANT_NIC, &syn)?.action, DROP);
+    let mut datagram = query((I::CLIENT, 40000), b"x");
+    datagram.destination.1 = 81;
+    assert_eq!(datapath.run(TENANT_NIC, &datagram.frame())?.action, DROP);
+    assert_eq!(datapath.reasons()?, only(Reason::UnservedQuiet, 2));
+    // The ports that are served are as they were.
+    connect(&datapath, (I::CLIENT, 40000))?;
     Ok(())
 }
 

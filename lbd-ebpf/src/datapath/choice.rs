@@ -90,20 +90,24 @@ fn next_hop_to_client<A: Tables>(segment: &Segment, client: A) -> u16 {
     }
 }
 
-/// Whether an address is in the segment's prefix (which all are where none is known).
+/// Whether an address is in a prefix of the segment.
 #[inline(always)]
 fn on_link<A: Address>(segment: &Segment, address: A) -> bool {
     let [a, b, c, d] = address.quads();
     if A::IS_V6 {
-        let (network, mask) = (&segment.network6_be, &segment.mask6_be);
-        let outside = ((a ^ network[0]) & mask[0])
-            | ((b ^ network[1]) & mask[1])
-            | ((c ^ network[2]) & mask[2])
-            | ((d ^ network[3]) & mask[3]);
+        let outside = |network: &[u32; 4], mask: &[u32; 4]| {
+            ((a ^ network[0]) & mask[0])
+                | ((b ^ network[1]) & mask[1])
+                | ((c ^ network[2]) & mask[2])
+                | ((d ^ network[3]) & mask[3])
+        };
         // Link-local (RFC 4291 §2.5.6).
-        outside == 0 || a & 0xffc0_0000u32.to_be() == 0xfe80_0000u32.to_be()
+        outside(&segment.network6_be, &segment.mask6_be) == 0
+            || outside(&segment.second_network6_be, &segment.second_mask6_be) == 0
+            || a & 0xffc0_0000u32.to_be() == 0xfe80_0000u32.to_be()
     } else {
         (a ^ segment.network4_be) & segment.mask4_be == 0
+            || (a ^ segment.second_network4_be) & segment.second_mask4_be == 0
     }
 }
 

@@ -2,9 +2,9 @@
 
 use aya_ebpf::{bindings::xdp_action, programs::XdpContext};
 use lbd_common::abi::{
-    ADDRESS_BACKEND, ADDRESS_HOST, ADDRESS_HOST_PORT, ADDRESS_SNAT, ADDRESS_VIP, Address4, Address6, AddressKey,
-    LocalAddress, SEGMENT_HOST_ACCESS_ICMP, SEGMENT_HOST_ACCESS_OWN, SEGMENT_HUB, SEGMENT_TENANT, Segment,
-    TENANT_HOST_ACCESS_ICMP, TENANT_HOST_ACCESS_OWN,
+    ADDRESS_BACKEND, ADDRESS_HOST, ADDRESS_HOST_PORT, ADDRESS_SNAT, ADDRESS_UNSERVED_DROP, ADDRESS_VIP, Address4,
+    Address6, AddressKey, LocalAddress, SEGMENT_HOST_ACCESS_ICMP, SEGMENT_HOST_ACCESS_OWN, SEGMENT_HUB, SEGMENT_TENANT,
+    Segment, TENANT_HOST_ACCESS_ICMP, TENANT_HOST_ACCESS_OWN,
 };
 use lbd_common::neighbour::{ADVERTISEMENT, SOLICITATION};
 use lbd_common::packet::{self, ETHERNET, Family, IPV4, IPV6, IpHeader as _, Ipv4, Ipv6, ethertype};
@@ -194,7 +194,8 @@ fn vip<A: Local>(context: &XdpContext, segment: &Segment, header: &A::Header, fl
         packet::UDP if !own => udp_packet::<A>(context).map(|_| ()),
         _ => Err(Reason::UnservedProtocol),
     };
-    verified.err().unwrap_or(Reason::Unserved)
+    let quiet = flags & ADDRESS_UNSERVED_DROP != 0;
+    verified.err().unwrap_or(if quiet { Reason::UnservedQuiet } else { Reason::Unserved })
 }
 
 /// Whether `host_access` lets a packet through to the host's own address on a segment that is tenants' only.

@@ -6,10 +6,10 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 use lbd_common::abi::{
     self, ADDRESS_ANSWER, ADDRESS_BACKEND, ADDRESS_HOST, ADDRESS_HOST_PORT, ADDRESS_SNAT, ADDRESS_TARGET_PORT,
-    ADDRESS_VIP, Address, Address4, Address6, AddressKey, BACKEND_ELIGIBLE, BACKEND_PRESENT, Backend, CHUNK_SLOTS,
-    FRONTEND_ADOPT, FRONTEND_PRESERVE_CLIENT, FRONTEND_SOURCE_AFFINITY, FRONTEND_UNSERVED_DROP, FamilyLimits, Frontend,
-    FrontendKey, LocalAddress, MaglevChunk, NEXT_HOP_ON_LINK, NEXT_HOP_RESOLVED, NextHop, Segment,
-    TENANT_HOST_ACCESS_ICMP, TENANT_HOST_ACCESS_OWN, Tenant,
+    ADDRESS_UNSERVED_DROP, ADDRESS_VIP, Address, Address4, Address6, AddressKey, BACKEND_ELIGIBLE, BACKEND_PRESENT,
+    Backend, CHUNK_SLOTS, FRONTEND_ADOPT, FRONTEND_PRESERVE_CLIENT, FRONTEND_SOURCE_AFFINITY, FRONTEND_UNSERVED_DROP,
+    FamilyLimits, Frontend, FrontendKey, LocalAddress, MaglevChunk, NEXT_HOP_ON_LINK, NEXT_HOP_RESOLVED, NextHop,
+    Segment, TENANT_HOST_ACCESS_ICMP, TENANT_HOST_ACCESS_OWN, Tenant,
 };
 
 use super::netlink::Neighbour;
@@ -154,15 +154,17 @@ pub(super) fn segment(
     gateway6_next_hop: u16,
     on_link_next_hop: u16,
 ) -> Segment {
-    let network4 = plan.networks.iter().find_map(|network| match network {
+    let mut networks4 = plan.networks.iter().filter_map(|network| match network {
         IpNet::V4(network) => Some(*network),
         IpNet::V6(_) => None,
     });
     // Link-local addresses are on the link anyway.
-    let network6 = plan.networks.iter().find_map(|network| match network {
+    let mut networks6 = plan.networks.iter().filter_map(|network| match network {
         IpNet::V6(network) if !network.addr().is_unicast_link_local() => Some(*network),
         IpNet::V4(_) | IpNet::V6(_) => None,
     });
+    let [network4, second4] = [networks4.next(), networks4.next()];
+    let [network6, second6] = [networks6.next(), networks6.next()];
     let mut flags = 0;
     if plan.tenant_side {
         flags |= abi::SEGMENT_TENANT;
@@ -190,6 +192,11 @@ pub(super) fn segment(
         mtu: interface.mtu,
         network6_be: network6.map_or([0; 4], |network| Address6::from_ip(network.network())),
         mask6_be: network6.map_or([u32::MAX; 4], |network| Address6::from_ip(network.netmask())),
+        second_network4_be: second4.map_or(0, |network| Address4::from_ip(network.network())),
+        second_mask4_be: second4.map_or(u32::MAX, |network| Address4::from_ip(network.netmask())),
+        second_network6_be: second6.map_or([0; 4], |network| Address6::from_ip(network.network())),
+        second_mask6_be: second6.map_or([u32::MAX; 4], |network| Address6::from_ip(network.netmask())),
+        reserved: [0; 6],
     }
 }
 
@@ -340,6 +347,7 @@ pub(super) fn local_address(plan: &AddressPlan, answer: bool) -> LocalAddress {
         (plan.snat.is_some(), ADDRESS_SNAT),
         (plan.host, ADDRESS_HOST),
         (answer && answered(plan), ADDRESS_ANSWER),
+        (plan.unserved_drop, ADDRESS_UNSERVED_DROP),
     ] {
         if on {
             flags |= flag;
@@ -598,6 +606,19 @@ mod tests {
         assert_eq!((value.gateway_next_hop, value.gateway6_next_hop), (5, 7));
         let without = segment(3, &segment_plan(&["192.0.2.0/24"], &[]), &interface(), 5, 7, 6);
         assert_eq!((without.network6_be, without.mask6_be), ([0; 4], [u32::MAX; 4]));
+    }
+
+    #[test]
+    fn a_segment_has_a_second_network_of_each_family() {
+        let networks = ["2001:db8:203::/64", "192.0.2.0/24", "fd00:203::/48", "198.51.100.0/25", "203.0.113.0/24"];
+        let value = segment(3, &segment_plan(&networks, &[]), &interface(), 5, 7, 6);
+        let words = |address: &str| Address6::from_ip(address.parse().unwrap());
+        assert_eq!((value.network6_be, value.second_network6_be), (words("2001:db8:203::"), words("fd00:203::")));
+        assert_eq!(value.second_mask6_be, words("ffff:ffff:ffff::"));
+        assert_eq!(value.second_network4_be.to_ne_bytes(), [198, 51, 100, 0]);
+        assert_eq!(value.second_mask4_be.to_ne_bytes(), [255, 255, 255, 128]);
+        let one = segment(3, &segment_plan(&networks[..2], &[]), &interface(), 5, 7, 6);
+        assert_eq!((one.second_mask4_be, one.second_mask6_be), (u32::MAX, [u32::MAX; 4]));
     }
 
     #[test]

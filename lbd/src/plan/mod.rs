@@ -108,6 +108,7 @@ impl Planner {
             &wishes,
             &mut plan,
         );
+        close_quietly(&mut plan);
         self.forget(complete, inventory, config, &site, &plan, &mut resets);
         if !resets.is_empty() {
             self.ids.changes += 1;
@@ -369,6 +370,25 @@ fn limits(config: &Config, tenant: &Tenant) -> TenantPlan {
     }
 }
 
+/// Notes which VIPs drop in silence what nobody serves: those of which no frontend answers.
+fn close_quietly(plan: &mut Plan) {
+    let vips = |quiet: bool| {
+        let all = plan.frontends.iter().filter(move |(_, frontend)| frontend.unserved_drop == quiet);
+        all.map(|(address, _)| (address.segment, address.vip))
+    };
+    let mut silent: BTreeSet<_> = vips(true).collect();
+    if !silent.is_empty() {
+        for answering in vips(false) {
+            silent.remove(&answering);
+        }
+    }
+    for vip in silent {
+        if let Some(address) = plan.addresses.get_mut(&vip) {
+            address.unserved_drop = true;
+        }
+    }
+}
+
 /// Notes a VIP, unless another tenant has it in this segment.
 fn add_vip(site: &Site<'_>, tenant: &Tenant, vip: IpAddr, plan: &mut Plan) {
     let (Some(segment), Some(&id)) = (site.segment(&tenant.segment), site.tenants.get(tenant.name.as_str())) else {
@@ -394,5 +414,5 @@ fn add_vip(site: &Site<'_>, tenant: &Tenant, vip: IpAddr, plan: &mut Plan) {
             ),
         );
     }
-    *entry = AddressPlan { vip: true, tenant: id, host: false, snat: None };
+    *entry = AddressPlan { vip: true, tenant: id, ..AddressPlan::default() };
 }

@@ -182,6 +182,8 @@ pub struct AddressPlan {
     pub host: bool,
     /// Its tenant, or 0.
     pub tenant: TenantId,
+    /// A VIP whose frontends all drop in silence what nobody serves.
+    pub unserved_drop: bool,
 }
 
 /// What a client connects to.

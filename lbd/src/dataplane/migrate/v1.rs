@@ -343,6 +343,11 @@ pub const fn segment(old: &Segment) -> abi::Segment {
         mtu: old.mtu,
         network6_be: [0; 4],
         mask6_be: if old.id == 0 { [0; 4] } else { [u32::MAX; 4] },
+        second_network6_be: [0; 4],
+        second_mask6_be: if old.id == 0 { [0; 4] } else { [u32::MAX; 4] },
+        second_network4_be: 0,
+        second_mask4_be: if old.id == 0 { 0 } else { u32::MAX },
+        reserved: [0; 6],
     }
 }
 

@@ -5,7 +5,7 @@ mod families;
 mod samples;
 mod services;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,7 +17,7 @@ use super::testing::{
     config, frontend, host, inventory, ip, name, node, range, segment, service, shared, tenant, workers,
 };
 use super::*;
-use crate::config::{Affinity, AllDown, Config, Frontend, HostAccess, OnDown, Protocol, StaticBackend, Via};
+use crate::config::{Affinity, AllDown, Config, Frontend, HostAccess, OnDown, Protocol, StaticBackend, Unserved, Via};
 use crate::ipam::Ipam;
 use crate::source::{Inventory, Service, ServiceKind};
 
@@ -636,6 +636,30 @@ fn a_port_clash_leaves_the_first_alone() {
     assert_eq!(at(&plan, "192.168.203.111", 443).name, "api");
     assert_eq!(at(&plan, "192.168.203.111", 6443).name, "api");
     assert_eq!(at(&plan, "192.168.203.111", 80).name, "ingress-shared-lb");
+}
+
+#[test]
+fn a31_a_vip_is_silent_only_if_all_its_frontends_are() {
+    let mut world = World::roles();
+    let silent = |plan: &Plan| -> BTreeMap<IpAddr, bool> {
+        plan.addresses.iter().filter(|(_, known)| known.vip).map(|(key, known)| (key.1, known.unserved_drop)).collect()
+    };
+    assert!(silent(&world.plan()).into_values().all(|quiet| !quiet));
+    // Frontends 80 and 443 of the third VIP come from one entry of the file; a second entry answers at a port of its own.
+    let vip = ip("192.168.203.112");
+    let frontends = &mut world.config.tenants[0].frontends;
+    let place = frontends.iter().position(|frontend| frontend.vip == Some(vip)).unwrap();
+    frontends[place].settings.unserved = Unserved::Drop;
+    let quiet = silent(&world.plan());
+    assert!(quiet[&vip] && quiet.iter().all(|(address, quiet)| *quiet == (*address == vip)), "{quiet:?}");
+    let mut other = world.config.tenants[0].frontends[place].clone();
+    other.name = "answering".to_owned();
+    other.settings.unserved = Unserved::Reject;
+    for port in &mut other.ports {
+        port.port += 1000;
+    }
+    world.config.tenants[0].frontends.push(other);
+    assert!(!silent(&world.plan())[&vip]);
 }
 
 #[test]
