@@ -269,6 +269,7 @@ async fn send(access: &Access, name: &ObjectName, body: &Value, force: bool) -> 
         404 => Outcome::Gone,
         // The name belongs to another Service now.
         409 if text.to_lowercase().contains("uid") => Outcome::Gone,
+        422 if text.contains("metadata.uid") => Outcome::Gone,
         400 | 415 | 422 => Outcome::Refused(text),
         code => {
             if code == 401 {

@@ -63,12 +63,30 @@ impl Client {
         self.kube.request(request.body(bytes).map_err(kube::Error::HttpError)?).await
     }
 
+    /// A token of an account, for an hour.
+    pub async fn token(&self, namespace: &str, account: &str) -> Result<String> {
+        let path = format!("{}/token", Self::path("ServiceAccount", namespace, account)?);
+        let request = json!({"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest",
+            "metadata": {"namespace": namespace, "name": account}, "spec": {"expirationSeconds": 3600}});
+        let answer = self.call("POST", &path, "application/json", Some(&request)).await?;
+        answer["status"]["token"].as_str().map(str::to_owned).context("the answer has no token")
+    }
+
     async fn call(&self, method: &str, path: &str, content_type: &str, body: Option<&Value>) -> Result<Value> {
         self.request(method, path, content_type, body).await.with_context(|| format!("{method} {path}"))
     }
 
-    /// Creates an object; its namespace too, if that is missing.
+    /// Creates an object; its namespace too, if that is missing. What of the status of a Node is not taken, is patched.
     pub async fn create(&self, object: &Value) -> Result<Value> {
+        let created = self.create_only(object).await?;
+        let (wanted, name) = (&object["status"], created["metadata"]["name"].as_str().unwrap_or_default());
+        if object["kind"] == "Node" && !wanted.is_null() && created["status"]["addresses"] != wanted["addresses"] {
+            return self.patch_status("Node", "", name, "kubelet", &json!({"status": wanted})).await;
+        }
+        Ok(created)
+    }
+
+    async fn create_only(&self, object: &Value) -> Result<Value> {
         let text = |pointer: &str| object.pointer(pointer).and_then(Value::as_str).unwrap_or_default();
         let (kind, namespace) = (text("/kind"), text("/metadata/namespace"));
         let path = Self::path(kind, namespace, "")?;
@@ -91,6 +109,38 @@ impl Client {
     pub async fn list(&self, kind: &str, namespace: &str) -> Result<Vec<Value>> {
         let mut list = self.call("GET", &Self::path(kind, namespace, "")?, "", None).await?;
         Ok(list["items"].as_array_mut().map(std::mem::take).unwrap_or_default())
+    }
+
+    /// Lists the objects of all namespaces that have a label.
+    pub async fn list_labelled(&self, kind: &str, label: &str) -> Result<Vec<Value>> {
+        let path = format!("{}?labelSelector={label}", Self::path(kind, "", "")?);
+        let mut list = self.call("GET", &path, "", None).await?;
+        Ok(list["items"].as_array_mut().map(std::mem::take).unwrap_or_default())
+    }
+
+    /// Replaces an object.
+    pub async fn replace(&self, kind: &str, namespace: &str, name: &str, object: &Value) -> Result<Value> {
+        self.call("PUT", &Self::path(kind, namespace, name)?, "application/json", Some(object)).await
+    }
+
+    /// Removes a namespace that is being deleted and is empty, as the controller of namespaces does.
+    pub async fn finalize(&self, namespace: &Value) -> Result<Value> {
+        let name = namespace["metadata"]["name"].as_str().unwrap_or_default();
+        let mut empty = namespace.clone();
+        empty["spec"] = json!({});
+        let path = format!("{}/finalize", Self::path("Namespace", "", name)?);
+        self.call("PUT", &path, "application/json", Some(&empty)).await
+    }
+
+    /// Whether the account of this client may do something.
+    pub async fn may(&self, verb: &str, group: &str, resource: &str, namespace: &str, name: &str) -> Result<bool> {
+        let (resource, subresource) = resource.split_once('/').unwrap_or((resource, ""));
+        let review = json!({"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview",
+            "spec": {"resourceAttributes": {"verb": verb, "group": group, "resource": resource,
+                "subresource": subresource, "namespace": namespace, "name": name}}});
+        let path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews";
+        let answer = self.call("POST", path, "application/json", Some(&review)).await?;
+        Ok(answer["status"]["allowed"] == true)
     }
 
     /// Merges a patch into an object.

@@ -14,7 +14,8 @@ use serde_json::{Value, json};
 use tokio::sync::{broadcast, mpsc, watch};
 use tokio_stream::wrappers::ReceiverStream;
 
-use super::store::{ApiError, KINDS, Result, Target};
+use super::access::{Attributes, User};
+use super::store::{ApiError, Caller, KINDS, Result, Store, Target};
 use super::{Action, Control, Entry, Shared, patch};
 
 pub(super) type Body = BoxBody<Bytes, std::io::Error>;
@@ -42,7 +43,23 @@ fn refuse(error: &ApiError) -> Response<Body> {
 struct Call {
     verb: &'static str,
     target: Target,
+    subresource: &'static str,
     query: BTreeMap<String, String>,
+}
+
+impl Call {
+    fn attributes(&self) -> Attributes<'_> {
+        let kind = &KINDS[self.target.kind];
+        let group = kind.api_version.split_once('/').map_or("", |(group, _)| group);
+        Attributes {
+            verb: self.verb,
+            group,
+            resource: kind.plural,
+            subresource: self.subresource,
+            namespace: if kind.name == "Namespace" { "" } else { &self.target.namespace },
+            name: &self.target.name,
+        }
+    }
 }
 
 fn decode(text: &str) -> String {
@@ -76,14 +93,18 @@ fn understand(method: &Method, path: &str, query: &str) -> Option<Call> {
         _ => return None,
     };
     let (namespace, plural, rest) = match rest {
-        ["namespaces", namespace, plural, rest @ ..] if *plural != "status" => (*namespace, *plural, rest),
+        ["namespaces", namespace, plural, rest @ ..] if !matches!(*plural, "status" | "finalize") => {
+            (*namespace, *plural, rest)
+        }
         [plural, rest @ ..] => ("", *plural, rest),
         [] => return None,
     };
-    let (name, status) = match rest {
-        [] => ("", false),
-        [name] => (*name, false),
-        [name, "status"] => (*name, true),
+    let (name, subresource) = match rest {
+        [] => ("", ""),
+        [name] => (*name, ""),
+        [name, "status"] => (*name, "status"),
+        [name, "finalize"] if plural == "namespaces" => (*name, "finalize"),
+        [name, "token"] if plural == "serviceaccounts" => (*name, "token"),
         _ => return None,
     };
     let kind = KINDS.iter().position(|kind| kind.plural == plural && kind.api_version == api_version)?;
@@ -93,13 +114,20 @@ fn understand(method: &Method, path: &str, query: &str) -> Option<Call> {
         (&Method::GET, true) => "list",
         (&Method::GET, false) => "get",
         (&Method::POST, true) => "create",
+        (&Method::POST, false) if subresource == "token" => "create",
         (&Method::PUT, false) => "update",
         (&Method::PATCH, false) => "patch",
         (&Method::DELETE, false) => "delete",
         _ => return None,
     };
-    let target = Target { kind, namespace: namespace.to_owned(), name: name.to_owned(), status };
-    Some(Call { verb, target, query })
+    if subresource == "status" && !KINDS[kind].has_status
+        || KINDS[kind].namespaced && namespace.is_empty() && !name.is_empty()
+    {
+        return None;
+    }
+    let target =
+        Target { kind, namespace: namespace.to_owned(), name: name.to_owned(), status: subresource == "status" };
+    Some(Call { verb, target, subresource, query })
 }
 
 /// Which objects a list or watch wants.
@@ -170,12 +198,11 @@ pub(super) async fn serve(shared: Arc<Shared>, request: Request<Incoming>) -> Op
         body: parsed.clone(),
         status: 0,
     });
-    let wanted = shared.token();
-    if wanted.is_some_and(|wanted| token != format!("Bearer {wanted}")) {
+    let Some(user) = shared.user(token.strip_prefix("Bearer ")) else {
         let error = ApiError::new(401, "Unauthorized", "Unauthorized");
         shared.log_status(entry, 401);
         return Some(refuse(&error));
-    }
+    };
     for action in shared.faults(verb, &format!("{path}?{query}")) {
         match action {
             Action::Delay(delay) => tokio::time::sleep(delay).await,
@@ -190,29 +217,39 @@ pub(super) async fn serve(shared: Arc<Shared>, request: Request<Incoming>) -> Op
             }
         }
     }
-    let denied = call.as_ref().is_some_and(|call| {
-        shared.denies(call.verb, KINDS[call.target.kind].plural, if call.target.status { "status" } else { "" })
-    });
     let response = match call {
-        Some(call) if denied => {
-            let kind = &KINDS[call.target.kind];
-            let message = format!(
-                "{} is forbidden: User \"test\" cannot {} resource \"{}\"",
-                kind.plural, call.verb, kind.plural
-            );
-            refuse(&ApiError::new(403, "Forbidden", message))
-        }
-        None => other(&shared, &parts.method, &path, parsed),
+        Some(call) if !shared.allows(&user, &call.attributes()) => refuse(&forbidden(&user, &call.attributes())),
+        None => other(&shared, &parts.method, &path, &user, parsed),
         Some(call) if call.verb == "watch" => start_watch(&shared, &call),
         Some(call) => {
-            handle(&shared, &call, &content_type, &agent, parsed.as_ref()).unwrap_or_else(|error| refuse(&error))
+            let request = Arrived { content_type: &content_type, agent: &agent, body: parsed.as_ref(), user };
+            handle(&shared, &call, request).unwrap_or_else(|error| refuse(&error))
         }
     };
     shared.log_status(entry, response.status().as_u16());
     Some(response)
 }
 
-fn other(shared: &Shared, method: &Method, path: &str, body: Option<Value>) -> Response<Body> {
+fn forbidden(user: &User, wanted: &Attributes<'_>) -> ApiError {
+    let dot = if wanted.group.is_empty() { "" } else { "." };
+    let what = format!("{}{dot}{}", wanted.resource, wanted.group);
+    let name = if wanted.name.is_empty() { String::new() } else { format!(" \"{}\"", wanted.name) };
+    let place = if wanted.namespace.is_empty() {
+        "at the cluster scope".to_owned()
+    } else {
+        format!("in the namespace \"{}\"", wanted.namespace)
+    };
+    let message = format!(
+        "{what}{name} is forbidden: User \"{}\" cannot {} resource \"{}\" in API group \"{}\" {place}",
+        user.name,
+        wanted.verb,
+        wanted.full(),
+        wanted.group
+    );
+    ApiError::new(403, "Forbidden", message)
+}
+
+fn other(shared: &Shared, method: &Method, path: &str, user: &User, body: Option<Value>) -> Response<Body> {
     match (method, path) {
         (&Method::GET, "/healthz" | "/readyz" | "/livez") => Response::new(full("ok")),
         (&Method::GET, "/version") => answer(
@@ -224,25 +261,70 @@ fn other(shared: &Shared, method: &Method, path: &str, body: Option<Value>) -> R
             let mut review = body.unwrap_or_default();
             let attributes = review["spec"]["resourceAttributes"].clone();
             let text = |name: &str| attributes[name].as_str().unwrap_or_default();
-            let denied = shared.denies(text("verb"), text("resource"), text("subresource"));
-            review["status"] = json!({"allowed": !denied});
+            let wanted = Attributes {
+                verb: text("verb"),
+                group: text("group"),
+                resource: text("resource"),
+                subresource: text("subresource"),
+                namespace: text("namespace"),
+                name: text("name"),
+            };
+            review["status"] = json!({"allowed": shared.allows(user, &wanted)});
             answer(201, &review)
         }
         _ => refuse(&ApiError::new(404, "NotFound", "the server could not find the requested resource")),
     }
 }
 
-fn handle(
-    shared: &Arc<Shared>,
-    call: &Call,
-    content_type: &str,
-    agent: &str,
-    body: Option<&Value>,
-) -> Result<Response<Body>> {
+/// What came with a call.
+struct Arrived<'a> {
+    content_type: &'a str,
+    agent: &'a str,
+    body: Option<&'a Value>,
+    user: User,
+}
+
+fn handle(shared: &Arc<Shared>, call: &Call, request: Arrived<'_>) -> Result<Response<Body>> {
+    if call.verb == "list" {
+        return list(shared, call);
+    }
+    let dry = match call.query.get("dryRun").map(String::as_str) {
+        None | Some("") => false,
+        Some("All") => true,
+        Some(_) => return Err(ApiError::new(400, "BadRequest", "dryRun: Unsupported value")),
+    };
+    if dry {
+        // As good as done, and not kept.
+        let mut copy = shared.store().clone();
+        return change(shared, &mut copy, call, request);
+    }
+    let answer = change(shared, &mut shared.store(), call, request)?;
+    if call.verb != "get" {
+        shared.changed();
+    }
+    Ok(answer)
+}
+
+fn token(shared: &Shared, store: &Store, call: &Call, body: &Value) -> Result<Response<Body>> {
+    let account = store.get(&call.target)?;
+    let seconds = body["spec"]["expirationSeconds"].as_i64().unwrap_or(3600);
+    if seconds < 600 {
+        let message = "may not specify a duration less than 10 minutes";
+        return Err(ApiError::invalid("TokenRequest", "spec.expirationSeconds", message));
+    }
+    let uid = account["metadata"]["uid"].as_str().unwrap_or_default();
+    let token = shared.issue(&call.target.namespace, &call.target.name, uid);
+    let mut answered = body.clone();
+    answered["status"] = json!({"token": token, "expirationTimestamp": "2100-01-01T00:00:00Z"});
+    Ok(answer(201, &answered))
+}
+
+fn change(shared: &Arc<Shared>, store: &mut Store, call: &Call, request: Arrived<'_>) -> Result<Response<Body>> {
+    let Arrived { content_type, agent, body, user } = request;
     let query = |name: &str| call.query.get(name).map(String::as_str);
     let manager = query("fieldManager").filter(|name| !name.is_empty());
     let by_agent = agent.split('/').next().filter(|name| !name.is_empty()).unwrap_or("unknown");
-    let updater = manager.unwrap_or(by_agent);
+    let caller = Caller { user, manager: manager.unwrap_or(by_agent).to_owned() };
     let body = || {
         body.cloned()
             .filter(|body| body.is_object() || body.is_array())
@@ -250,8 +332,9 @@ fn handle(
     };
     let kind = &KINDS[call.target.kind];
     let object = match call.verb {
-        "list" => return list(shared, call),
-        "get" => shared.store().get(&call.target)?,
+        "get" => store.get(&call.target)?,
+        "create" if call.subresource == "token" => return token(shared, store, call, &body()?),
+        "update" if call.subresource == "finalize" => store.finalize(&call.target, &body()?)?,
         "create" => {
             let mut object = body()?;
             if !object["metadata"].is_object() {
@@ -268,11 +351,10 @@ fn handle(
                         "metadata.name: Required value: name or generateName is required",
                     ));
                 }
-                target.name = format!("{prefix}{:05x}", shared.store().version & 0xf_ffff);
+                target.name = format!("{prefix}{:05x}", store.version & 0xf_ffff);
             }
-            let object = shared.store().create(&target, object, updater)?;
-            shared.changed();
-            return Ok(answer(201, &object));
+            let created = store.create(&target, object, &caller)?;
+            return Ok(answer(201, &created));
         }
         "update" => {
             let new = body()?;
@@ -283,15 +365,18 @@ fn handle(
                     "the name of the object does not match the name on the URL",
                 ));
             }
-            shared.store().update(&call.target, updater, |_| Ok(new))?
+            store.update(&call.target, &caller, |old| {
+                Store::check_uid_precondition(&call.target, old, &new)?;
+                Ok(new)
+            })?
         }
         "patch" => match content_type.split(';').next().unwrap_or_default() {
             "application/apply-patch+yaml" => {
                 let config = body()?;
-                let Some(manager) = manager else {
+                if manager.is_none() {
                     let message = "PatchOptions.meta.k8s.io \"\" is invalid: fieldManager: Required value: is required for apply patch";
                     return Err(ApiError::new(422, "Invalid", message));
-                };
+                }
                 if config["kind"] != kind.name || config["apiVersion"] != kind.api_version {
                     return Err(ApiError::new(
                         400,
@@ -302,13 +387,21 @@ fn handle(
                 if !config["metadata"]["managedFields"].is_null() {
                     return Err(ApiError::new(400, "BadRequest", "metadata.managedFields must be nil"));
                 }
-                let force = query("force") == Some("true");
-                shared.store().apply(&call.target, config, manager, force)?
+                // What is not there is created, for which another right is needed.
+                let creating = Attributes { verb: "create", ..call.attributes() };
+                if store.get(&call.target).is_err()
+                    && !call.target.status
+                    && !shared.allows_in(store, &caller.user, &creating)
+                {
+                    return Err(forbidden(&caller.user, &creating));
+                }
+                store.apply(&call.target, config, &caller, query("force") == Some("true"))?
             }
             // For what the tests do with it, a strategic merge is a merge.
             "application/merge-patch+json" | "application/strategic-merge-patch+json" => {
                 let change = body()?;
-                shared.store().update(&call.target, updater, |old| {
+                store.update(&call.target, &caller, |old| {
+                    Store::check_uid(&call.target, old, &change)?;
                     let mut new = old.clone();
                     // A version in the patch is a precondition; the one it replaces is none.
                     if let Some(metadata) = new["metadata"].as_object_mut() {
@@ -320,8 +413,11 @@ fn handle(
             }
             "application/json-patch+json" => {
                 let change = body()?;
-                shared.store().update(&call.target, updater, |old| {
+                store.update(&call.target, &caller, |old| {
                     let mut new = old.clone();
+                    if let Some(metadata) = new["metadata"].as_object_mut() {
+                        metadata.remove("resourceVersion");
+                    }
                     patch::json(&mut new, &change).map_err(|text| ApiError::new(422, "Invalid", text))?;
                     Ok(new)
                 })?
@@ -330,12 +426,9 @@ fn handle(
                 return Err(ApiError::new(415, "UnsupportedMediaType", format!("unsupported content type `{other}`")));
             }
         },
-        "delete" => shared.store().delete(&call.target, &body().unwrap_or_else(|_| json!({})))?,
+        "delete" => store.delete(&call.target, &body().unwrap_or_else(|_| json!({})))?,
         _ => return Err(ApiError::new(405, "MethodNotAllowed", "the server does not allow this method")),
     };
-    if call.verb != "get" {
-        shared.changed();
-    }
     Ok(answer(200, &object))
 }
 

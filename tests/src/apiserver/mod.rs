@@ -1,9 +1,13 @@
 //! A small Kubernetes API server for tests: real HTTP, real state.
 //!
 //! It keeps Services, Nodes, Namespaces, EndpointSlices, ConfigMaps, Leases, Events and Secrets in memory; lists them in
-//! pages, watches with versions and bookmarks, patches in all ways with field ownership, allocates NodePorts. Faults can
-//! be ordered. What it does not do: admission, authorization beyond one token and rights taken away, garbage collection, conversion.
+//! pages, watches with versions and bookmarks, patches in all ways with field ownership, allocates NodePorts. It is as
+//! strict as a real server without controllers: objects are validated, accounts get tokens, roles and bindings decide
+//! what an account may do, validating admission policies are evaluated, a deleted namespace waits for somebody to
+//! finalize it. Faults can be ordered. What it does not do: garbage collection, conversion, webhooks.
 
+mod access;
+mod admission;
 mod client;
 mod cluster;
 mod fields;
@@ -11,8 +15,9 @@ mod http;
 mod patch;
 mod store;
 mod tls;
+mod validate;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -26,9 +31,10 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{broadcast, watch};
 use tokio::task::JoinSet;
 
+use access::{Attributes, User};
 pub use client::{Client, node, service};
 pub use cluster::{Cluster, KUBECONFIG};
-use store::{KINDS, Store, Target};
+use store::{Caller, KINDS, Store, Target};
 use tls::Identity;
 
 /// How to start.
@@ -38,13 +44,15 @@ pub struct Options {
     pub listen: SocketAddr,
     /// Serve HTTPS with a certificate of an authority of its own.
     pub tls: bool,
-    /// The bearer token to ask for.
+    /// The bearer token of the administrator. Without one, who shows no token is the administrator.
     pub token: Option<String>,
+    /// Whether Services can have both families.
+    pub dual_stack: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { listen: ([127, 0, 0, 1], 0).into(), tls: false, token: None }
+        Self { listen: ([127, 0, 0, 1], 0).into(), tls: false, token: None, dual_stack: false }
     }
 }
 
@@ -126,6 +134,8 @@ struct Shared {
     faults: Mutex<Vec<Fault>>,
     token: Mutex<Option<String>>,
     denied: Mutex<BTreeSet<String>>,
+    /// Tokens of accounts, each with namespace, name and UID.
+    accounts: Mutex<BTreeMap<String, [String; 3]>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -150,9 +160,40 @@ impl Shared {
         lock(&self.token).clone()
     }
 
-    fn denies(&self, verb: &str, plural: &str, subresource: &str) -> bool {
-        let slash = if subresource.is_empty() { "" } else { "/" };
-        lock(&self.denied).contains(&format!("{verb} {plural}{slash}{subresource}"))
+    /// Whose token it is.
+    fn user(&self, bearer: Option<&str>) -> Option<User> {
+        let administrator = self.token();
+        match (bearer, administrator) {
+            (None, None) => Some(User::administrator()),
+            (Some(bearer), Some(token)) if bearer == token => Some(User::administrator()),
+            (Some(bearer), _) => {
+                let [namespace, name, uid] = lock(&self.accounts).get(bearer)?.clone();
+                let kind = KINDS.iter().position(|kind| kind.name == "ServiceAccount")?;
+                let store = self.store();
+                let account = store.object(kind, &(namespace.clone(), name.clone()))?;
+                (account["metadata"]["uid"] == uid.as_str()).then(|| User::account(&namespace, &name))
+            }
+            (None, Some(_)) => None,
+        }
+    }
+
+    /// A token of an account.
+    fn issue(&self, namespace: &str, name: &str, uid: &str) -> String {
+        let token = format!("lbd-test.{}.{}", store::uid(), store::uid());
+        lock(&self.accounts).insert(token.clone(), [namespace, name, uid].map(str::to_owned));
+        token
+    }
+
+    /// Whether a user may do something: as roles say, less what was taken away by order.
+    fn allows(&self, user: &User, wanted: &Attributes<'_>) -> bool {
+        self.allows_in(&self.store(), user, wanted)
+    }
+
+    fn allows_in(&self, store: &Store, user: &User, wanted: &Attributes<'_>) -> bool {
+        // With a token of his own, the administrator is not whom a test takes rights away from.
+        let spared = user.is_administrator() && self.token().is_some();
+        let denied = lock(&self.denied).contains(&format!("{} {}", wanted.verb, wanted.full()));
+        (!denied || spared) && access::authorize(store, user, wanted)
     }
 
     fn log(&self, entry: Entry) -> usize {
@@ -205,7 +246,8 @@ pub async fn start(options: Options) -> Result<Handle> {
     let listener = TcpListener::bind(options.listen).await.with_context(|| format!("listen on {}", options.listen))?;
     let address = listener.local_addr()?;
     let identity = if options.tls { Some(Arc::new(Identity::new(address.ip())?)) } else { None };
-    let store = Store::new();
+    let mut store = Store::new();
+    store.dual_stack = options.dual_stack;
     let shared = Arc::new(Shared {
         versions: watch::Sender::new(store.version),
         store: Mutex::new(store),
@@ -220,6 +262,7 @@ pub async fn start(options: Options) -> Result<Handle> {
         faults: Mutex::default(),
         token: Mutex::new(options.token),
         denied: Mutex::default(),
+        accounts: Mutex::default(),
     });
     let mut handle = Handle { shared, address, identity, running: None };
     handle.accept(listener);
@@ -321,7 +364,9 @@ impl Handle {
         if KINDS[kind].namespaced {
             store.ensure_namespace(&target.namespace).map_err(|error| anyhow::anyhow!(error.message))?;
         }
-        let created = store.create(&target, object.clone(), "test").map_err(|error| anyhow::anyhow!(error.message))?;
+        let created = store
+            .create(&target, object.clone(), &Caller::server("test"))
+            .map_err(|error| anyhow::anyhow!(error.message))?;
         drop(store);
         self.shared.changed();
         Ok((*created).clone())

@@ -4,11 +4,14 @@ use std::collections::hash_map::RandomState;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::hash::{BuildHasher, Hasher};
 use std::sync::Arc;
+use std::time::Instant;
 
 use k8s_openapi::jiff::Timestamp;
 use serde_json::{Value, json};
 
+use super::access::{self, User};
 use super::fields::{self, Manager, Managers};
+use super::{admission, validate};
 
 /// Changes kept for watches.
 const LOG_LENGTH: usize = 200_000;
@@ -34,7 +37,7 @@ const fn kind(
 }
 
 /// Everything that is served.
-pub(super) const KINDS: [Kind; 8] = [
+pub(super) const KINDS: [Kind; 15] = [
     kind("services", "Service", "v1", true, true),
     kind("nodes", "Node", "v1", false, true),
     kind("namespaces", "Namespace", "v1", false, true),
@@ -43,7 +46,21 @@ pub(super) const KINDS: [Kind; 8] = [
     kind("leases", "Lease", "coordination.k8s.io/v1", true, false),
     kind("events", "Event", "v1", true, false),
     kind("secrets", "Secret", "v1", true, false),
+    kind("serviceaccounts", "ServiceAccount", "v1", true, false),
+    kind("roles", "Role", RBAC, true, false),
+    kind("rolebindings", "RoleBinding", RBAC, true, false),
+    kind("clusterroles", "ClusterRole", RBAC, false, false),
+    kind("clusterrolebindings", "ClusterRoleBinding", RBAC, false, false),
+    kind("validatingadmissionpolicies", "ValidatingAdmissionPolicy", ADMISSION, false, true),
+    kind("validatingadmissionpolicybindings", "ValidatingAdmissionPolicyBinding", ADMISSION, false, false),
 ];
+
+const RBAC: &str = "rbac.authorization.k8s.io/v1";
+const ADMISSION: &str = "admissionregistration.k8s.io/v1";
+const NAMESPACES: usize = 2;
+
+/// Namespaces that cannot be deleted.
+const PROTECTED: [&str; 2] = ["default", "kube-system"];
 
 /// An answer other than success.
 #[derive(Clone, Debug, Default)]
@@ -60,7 +77,7 @@ impl ApiError {
         Self { code, reason: reason.into(), message: message.into(), ..Self::default() }
     }
 
-    fn invalid(what: &str, field: &str, message: &str) -> Self {
+    pub(super) fn invalid(what: &str, field: &str, message: &str) -> Self {
         let mut error = Self::new(422, "Invalid", format!("{what} is invalid: {field}: {message}"));
         error.causes.push(json!({"reason": "FieldValueInvalid", "message": message, "field": field}));
         error
@@ -91,6 +108,20 @@ pub(super) struct Change {
     pub(super) kind: usize,
     pub(super) verb: &'static str,
     pub(super) object: Arc<Value>,
+}
+
+/// Who changes something, and under what name.
+#[derive(Clone, Debug)]
+pub(super) struct Caller {
+    pub(super) user: User,
+    pub(super) manager: String,
+}
+
+impl Caller {
+    /// The server itself, or a test by its hand.
+    pub(super) fn server(manager: &str) -> Self {
+        Self { user: User::administrator(), manager: manager.to_owned() }
+    }
 }
 
 /// Where an object is.
@@ -127,6 +158,10 @@ pub(super) struct Store {
     ports_of: BTreeMap<Key, BTreeSet<(String, u16)>>,
     node_port_range: (u16, u16),
     cluster_ips: u32,
+    /// Since when roles, bindings and policies are as they are.
+    pub(super) since: BTreeMap<(usize, Key), Instant>,
+    /// Whether Services can have both families.
+    pub(super) dual_stack: bool,
 }
 
 pub(super) fn now() -> String {
@@ -137,7 +172,7 @@ fn random() -> u64 {
     RandomState::new().build_hasher().finish()
 }
 
-fn uid() -> String {
+pub(super) fn uid() -> String {
     let (a, b) = (random(), random());
     format!(
         "{:08x}-{:04x}-4{:03x}-{:04x}-{:012x}",
@@ -153,6 +188,45 @@ fn text<'value>(value: &'value Value, pointer: &str) -> &'value str {
     value.pointer(pointer).and_then(Value::as_str).unwrap_or_default()
 }
 
+/// The families that a Service gets for those that it asks for.
+fn families(spec: &mut Value, dual_stack: bool) -> std::result::Result<Vec<String>, (&'static str, &'static str)> {
+    let mut families: Vec<String> =
+        spec["ipFamilies"].as_array().into_iter().flatten().filter_map(Value::as_str).map(str::to_owned).collect();
+    if spec["ipFamilyPolicy"].is_null() {
+        spec["ipFamilyPolicy"] = json!(if families.len() > 1 { "RequireDualStack" } else { "SingleStack" });
+    }
+    if families.iter().any(|family| !matches!(family.as_str(), "IPv4" | "IPv6")) || families.len() > 2 {
+        return Err(("spec.ipFamilies", "Unsupported value"));
+    }
+    if families.len() == 2 && families[0] == families[1] {
+        return Err(("spec.ipFamilies", "Duplicate value"));
+    }
+    if families.iter().any(|family| family == "IPv6") && !dual_stack {
+        return Err(("spec.ipFamilies[0]", "Invalid value: \"IPv6\": not configured on this cluster"));
+    }
+    if families.is_empty() {
+        families.push("IPv4".into());
+    }
+    let other = if families[0] == "IPv4" { "IPv6" } else { "IPv4" };
+    match spec["ipFamilyPolicy"].as_str().unwrap_or_default() {
+        "SingleStack" => families.truncate(1),
+        "PreferDualStack" if !dual_stack => families.truncate(1),
+        "RequireDualStack" if !dual_stack => {
+            return Err((
+                "spec.ipFamilyPolicy",
+                "Invalid value: \"RequireDualStack\": this cluster is not configured for dual-stack services",
+            ));
+        }
+        "PreferDualStack" | "RequireDualStack" => {
+            if families.len() == 1 {
+                families.push(other.into());
+            }
+        }
+        _ => return Err(("spec.ipFamilyPolicy", "Unsupported value")),
+    }
+    Ok(families)
+}
+
 impl Store {
     pub(super) fn new() -> Self {
         let mut store = Self {
@@ -164,6 +238,8 @@ impl Store {
             ports_of: BTreeMap::new(),
             node_port_range: (30000, 32767),
             cluster_ips: 0,
+            since: BTreeMap::new(),
+            dual_stack: false,
         };
         for namespace in ["default", "kube-system", "lbd-system"] {
             let _ = store.ensure_namespace(namespace);
@@ -172,12 +248,20 @@ impl Store {
     }
 
     pub(super) fn ensure_namespace(&mut self, name: &str) -> Result<()> {
-        let target = Target { kind: 2, namespace: String::new(), name: name.to_owned(), status: false };
-        if self.objects[2].contains_key(&target.key()) {
+        let target = Target { kind: NAMESPACES, namespace: String::new(), name: name.to_owned(), status: false };
+        if self.objects[NAMESPACES].contains_key(&target.key()) {
             return Ok(());
         }
-        let labels = json!({"kubernetes.io/metadata.name": name});
-        self.create(&target, json!({"metadata": {"name": name, "labels": labels}}), "apiserver").map(|_| ())
+        self.create(&target, json!({"metadata": {"name": name}}), &Caller::server("apiserver")).map(|_| ())
+    }
+
+    /// An object by its key.
+    pub(super) fn object(&self, kind: usize, key: &(String, String)) -> Option<&Arc<Value>> {
+        self.objects[kind].get(key)
+    }
+
+    fn namespace(&self, name: &str) -> Option<&Arc<Value>> {
+        self.objects[NAMESPACES].get(&(String::new(), name.to_owned()))
     }
 
     pub(super) fn get(&self, target: &Target) -> Result<Arc<Value>> {
@@ -211,6 +295,9 @@ impl Store {
         self.version += 1;
         object["metadata"]["resourceVersion"] = json!(self.version.to_string());
         let object = Arc::new(object);
+        if target.kind().api_version == RBAC || target.kind().api_version == ADMISSION {
+            self.since.insert((target.kind, target.key()), Instant::now());
+        }
         if verb == "DELETED" {
             self.objects[target.kind].remove(&target.key());
             if target.kind().name == "Service" {
@@ -237,15 +324,16 @@ impl Store {
         }
     }
 
-    pub(super) fn create(&mut self, target: &Target, object: Value, manager: &str) -> Result<Arc<Value>> {
-        self.create_by(target, object, Some(manager), None)
+    pub(super) fn create(&mut self, target: &Target, object: Value, caller: &Caller) -> Result<Arc<Value>> {
+        self.create_by(target, object, caller, None)
     }
 
+    /// With the managers of what was applied, or as an update by the caller.
     fn create_by(
         &mut self,
         target: &Target,
         mut object: Value,
-        manager: Option<&str>,
+        caller: &Caller,
         managers: Option<Managers>,
     ) -> Result<Arc<Value>> {
         let kind = target.kind();
@@ -253,8 +341,17 @@ impl Store {
             let message = format!("{} \"{}\" already exists", kind.plural, target.name);
             return Err(ApiError::new(409, "AlreadyExists", message));
         }
-        if kind.namespaced && !self.objects[2].contains_key(&(String::new(), target.namespace.clone())) {
-            return Err(ApiError::new(404, "NotFound", format!("namespaces \"{}\" not found", target.namespace)));
+        if kind.namespaced {
+            let Some(namespace) = self.namespace(&target.namespace) else {
+                return Err(ApiError::new(404, "NotFound", format!("namespaces \"{}\" not found", target.namespace)));
+            };
+            if !namespace["metadata"]["deletionTimestamp"].is_null() {
+                let message = format!(
+                    "{} \"{}\" is forbidden: unable to create new content in namespace {} because it is being terminated",
+                    kind.plural, target.name, target.namespace
+                );
+                return Err(ApiError::new(403, "Forbidden", message));
+            }
         }
         object["apiVersion"] = json!(kind.api_version);
         object["kind"] = json!(kind.name);
@@ -274,12 +371,18 @@ impl Store {
                 metadata.remove(name);
             }
         }
-        self.prepare(target, &mut object, None)?;
-        let mut managers = managers.unwrap_or_default();
-        if let Some(name) = manager {
-            let manager = Manager { name: name.to_owned(), apply: false, status: false };
-            managers.updated(kind.name, &manager, &json!({}), &object, &time);
+        if target.kind == NAMESPACES {
+            metadata["labels"]["kubernetes.io/metadata.name"] = json!(target.name);
+            object["spec"]["finalizers"] = json!(["kubernetes"]);
+            object["status"] = json!({"phase": "Active"});
         }
+        self.prepare(target, &mut object, None, caller)?;
+        let managers = managers.unwrap_or_else(|| {
+            let mut managers = Managers::default();
+            let manager = Manager { name: caller.manager.clone(), apply: false, status: false };
+            managers.updated(kind.name, &manager, &json!({}), &object, &time);
+            managers
+        });
         managers.store(&mut object, kind.api_version);
         Ok(self.put(target, "ADDED", object))
     }
@@ -288,16 +391,16 @@ impl Store {
     pub(super) fn update(
         &mut self,
         target: &Target,
-        manager: &str,
+        caller: &Caller,
         change: impl FnOnce(&Value) -> Result<Value>,
     ) -> Result<Arc<Value>> {
         let old = self.get(target)?;
         let mut new = change(&old)?;
         Self::check_preconditions(target, &old, &new)?;
         Self::keep_other_half(target, &old, &mut new);
-        self.prepare(target, &mut new, Some(&old))?;
+        self.prepare(target, &mut new, Some(&old), caller)?;
         let mut managers = Managers::of(&old);
-        let manager = Manager { name: manager.to_owned(), apply: false, status: target.status };
+        let manager = Manager { name: caller.manager.clone(), apply: false, status: target.status };
         managers.updated(target.kind().name, &manager, &old, &new, &now());
         Ok(self.finish(target, &old, new, &managers))
     }
@@ -307,11 +410,12 @@ impl Store {
         &mut self,
         target: &Target,
         mut config: Value,
-        manager: &str,
+        caller: &Caller,
         force: bool,
     ) -> Result<Arc<Value>> {
         let kind = target.kind();
-        let manager = Manager { name: manager.to_owned(), apply: true, status: target.status };
+        validate::strict(kind, &config)?;
+        let manager = Manager { name: caller.manager.clone(), apply: true, status: target.status };
         let old = match self.get(target) {
             Ok(old) => old,
             Err(error) if target.status => return Err(error),
@@ -322,47 +426,67 @@ impl Store {
             Err(_) => {
                 let (object, managers) =
                     fields::apply(kind.name, &json!({}), &config, &manager, true, &now()).unwrap_or_default();
-                return self.create_by(target, object, None, Some(managers));
+                return self.create_by(target, object, caller, Some(managers));
             }
         };
         Self::check_preconditions(target, &old, &config)?;
+        Self::check_uid(target, &old, &config)?;
         if let Some(map) = config.as_object_mut() {
             if target.status {
-                map.retain(|name, _| name == "status");
+                // Labels and annotations can be set through the status too.
+                map.retain(|name, _| matches!(name.as_str(), "metadata" | "status"));
             } else if kind.has_status {
                 map.remove("status");
             }
         }
         let applied = fields::apply(kind.name, &old, &config, &manager, force, &now());
         let (mut new, managers) = applied.map_err(|conflicts| {
-            let count = conflicts.len();
-            let names: BTreeSet<_> = conflicts.iter().map(|conflict| conflict.manager.name.clone()).collect();
-            let names = names.into_iter().map(|name| format!("\"{name}\"")).collect::<Vec<_>>().join(", ");
-            let message = format!("Apply failed with {count} conflict(s): conflicts with {names} using v1");
+            let told = |conflict: &fields::Conflict| {
+                let manager = &conflict.manager;
+                let subresource = if manager.status { " with subresource \"status\"" } else { "" };
+                let using = if manager.apply { String::new() } else { format!(" using {} at {}", kind.api_version, now()) };
+                format!("conflict with \"{}\"{subresource}{using}", manager.name)
+            };
+            let message = match conflicts.as_slice() {
+                [one] => format!("Apply failed with 1 conflict: {}: {}", told(one), one.field),
+                all => format!("Apply failed with {} conflicts: {}", all.len(), told(&all[0])),
+            };
             let mut error = ApiError::new(409, "Conflict", message);
             error.causes = conflicts
                 .iter()
-                .map(|conflict| {
-                    let message = format!("conflict with \"{}\" using {}", conflict.manager.name, kind.api_version);
-                    json!({"reason": "FieldManagerConflict", "message": message, "field": conflict.field})
-                })
+                .map(|conflict| json!({"reason": "FieldManagerConflict", "message": told(conflict), "field": conflict.field}))
                 .collect();
             error
         })?;
-        self.prepare(target, &mut new, Some(&old))?;
+        self.prepare(target, &mut new, Some(&old), caller)?;
         Ok(self.finish(target, &old, new, &managers))
     }
 
-    fn check_preconditions(target: &Target, old: &Value, new: &Value) -> Result<()> {
+    /// A patch cannot change the UID; that it names another one is no conflict to a real server.
+    pub(super) fn check_uid(target: &Target, old: &Value, new: &Value) -> Result<()> {
         let (wanted, actual) = (text(new, "/metadata/uid"), text(old, "/metadata/uid"));
-        if !wanted.is_empty() && wanted != actual {
-            let message = format!(
-                "Operation cannot be fulfilled on {} \"{}\": Precondition failed: UID in precondition: {wanted}, UID in object meta: {actual}",
-                target.kind().plural,
-                target.name
-            );
-            return Err(ApiError::new(409, "Conflict", message));
+        if wanted.is_empty() || wanted == actual {
+            return Ok(());
         }
+        let what = format!("{} \"{}\"", target.kind().name, target.name);
+        Err(ApiError::invalid(&what, "metadata.uid", &format!("Invalid value: \"{wanted}\": field is immutable")))
+    }
+
+    /// The UID that a replacement or deletion asks for.
+    pub(super) fn check_uid_precondition(target: &Target, old: &Value, new: &Value) -> Result<()> {
+        let (wanted, actual) = (text(new, "/metadata/uid"), text(old, "/metadata/uid"));
+        if wanted.is_empty() || wanted == actual {
+            return Ok(());
+        }
+        let message = format!(
+            "Operation cannot be fulfilled on {} \"{}\": Precondition failed: UID in precondition: {wanted}, UID in object meta: {actual}",
+            target.kind().plural,
+            target.name
+        );
+        Err(ApiError::new(409, "Conflict", message))
+    }
+
+    fn check_preconditions(target: &Target, old: &Value, new: &Value) -> Result<()> {
         let (wanted, actual) = (text(new, "/metadata/resourceVersion"), text(old, "/metadata/resourceVersion"));
         if !wanted.is_empty() && wanted != actual {
             let message = format!(
@@ -379,8 +503,12 @@ impl Store {
     fn keep_other_half(target: &Target, old: &Value, new: &mut Value) {
         let kind = target.kind();
         if target.status {
-            let status = new.get("status").cloned();
+            // Nor does it for a Service: but labels, annotations and finalizers do.
+            let (status, metadata) = (new.get("status").cloned(), new.get("metadata").cloned());
             *new = old.clone();
+            if let Some(metadata) = metadata {
+                new["metadata"] = metadata;
+            }
             match (status, new.as_object_mut()) {
                 (Some(status), _) => new["status"] = status,
                 (None, Some(map)) => {
@@ -432,14 +560,20 @@ impl Store {
         let old = self.get(target)?;
         let preconditions = json!({"metadata": options.get("preconditions").cloned().unwrap_or_default()});
         Self::check_preconditions(target, &old, &preconditions)?;
-        if target.kind == 2 {
-            for kind in (0..KINDS.len()).filter(|kind| KINDS[*kind].namespaced) {
-                let keys: Vec<_> =
-                    self.objects[kind].keys().filter(|(namespace, _)| *namespace == target.name).cloned().collect();
-                for (namespace, name) in keys {
-                    let _ = self.delete(&Target { kind, namespace, name, status: false }, &json!({}));
-                }
+        Self::check_uid_precondition(target, &old, &preconditions)?;
+        if target.kind == NAMESPACES {
+            if PROTECTED.contains(&target.name.as_str()) {
+                let message = format!("namespaces \"{}\" is forbidden: this namespace may not be deleted", target.name);
+                return Err(ApiError::new(403, "Forbidden", message));
             }
+            if !old["metadata"]["deletionTimestamp"].is_null() {
+                return Ok(old);
+            }
+            // What is in it, and in the end the namespace, is for a controller to remove.
+            let mut new = (*old).clone();
+            new["metadata"]["deletionTimestamp"] = json!(now());
+            new["status"]["phase"] = json!("Terminating");
+            return Ok(self.put(target, "MODIFIED", new));
         }
         let mut new = (*old).clone();
         if new["metadata"]["finalizers"].as_array().is_some_and(|finalizers| !finalizers.is_empty()) {
@@ -452,18 +586,53 @@ impl Store {
         Ok(self.put(target, "DELETED", new))
     }
 
-    /// Defaults, allocation and validation.
-    fn prepare(&mut self, target: &Target, object: &mut Value, old: Option<&Value>) -> Result<()> {
-        if target.kind().name == "Service" {
+    /// What the controller of namespaces says when one is empty: it goes, if it is to go.
+    pub(super) fn finalize(&mut self, target: &Target, wanted: &Value) -> Result<Arc<Value>> {
+        let old = self.get(target)?;
+        Self::check_preconditions(target, &old, wanted)?;
+        let mut new = (*old).clone();
+        new["spec"]["finalizers"] = wanted["spec"]["finalizers"].clone();
+        let held = new["spec"]["finalizers"].as_array().is_some_and(|finalizers| !finalizers.is_empty());
+        let going = !new["metadata"]["deletionTimestamp"].is_null();
+        Ok(self.put(target, if going && !held { "DELETED" } else { "MODIFIED" }, new))
+    }
+
+    /// Defaults, allocation, validation and admission.
+    fn prepare(&mut self, target: &Target, object: &mut Value, old: Option<&Value>, caller: &Caller) -> Result<()> {
+        let kind = target.kind();
+        validate::prune(kind, object)?;
+        if kind.name == "ValidatingAdmissionPolicy" && text(object, "/spec/failurePolicy").is_empty() {
+            object["spec"]["failurePolicy"] = json!("Fail");
+        }
+        validate::check(kind, object, old)?;
+        if kind.name == "Service" {
             let ports = self.prepare_service(target, object, old)?;
+            validate::without_empty(object, "");
+            self.admit(target, object, old, caller)?;
             // Only now, when nothing can fail any more.
             self.free_ports(&target.key());
             for port in &ports {
                 self.node_ports.insert(port.clone(), target.key());
             }
             self.ports_of.insert(target.key(), ports);
+            return Ok(());
         }
-        Ok(())
+        self.admit(target, object, old, caller)
+    }
+
+    fn admit(&self, target: &Target, object: &Value, old: Option<&Value>, caller: &Caller) -> Result<()> {
+        let policies = access::policies(self);
+        let change = admission::Change {
+            user: &caller.user,
+            operation: if old.is_some() { "UPDATE" } else { "CREATE" },
+            kind: target.kind(),
+            subresource: if target.status { "status" } else { "" },
+            namespace: self.namespace(&target.namespace).map(AsRef::as_ref),
+            name: &target.name,
+            old,
+            new: object,
+        };
+        admission::admit(policies.iter().map(|(policy, binding)| (&**policy, &**binding)), &change)
     }
 
     fn prepare_service(
@@ -485,6 +654,13 @@ impl Store {
         };
         default(spec, "type", json!("ClusterIP"));
         default(spec, "sessionAffinity", json!("None"));
+        if spec["sessionAffinity"] == "ClientIP" {
+            if spec["sessionAffinityConfig"]["clientIP"]["timeoutSeconds"].is_null() {
+                spec["sessionAffinityConfig"] = json!({"clientIP": {"timeoutSeconds": 10800}});
+            }
+        } else if let Some(map) = spec.as_object_mut() {
+            map.remove("sessionAffinityConfig");
+        }
         let kind = spec["type"].as_str().unwrap_or_default().to_owned();
         let external = matches!(kind.as_str(), "NodePort" | "LoadBalancer");
         if !external && !matches!(kind.as_str(), "ClusterIP" | "ExternalName") {
@@ -492,15 +668,38 @@ impl Store {
         }
         if kind != "ExternalName" {
             default(spec, "internalTrafficPolicy", json!("Cluster"));
-            default(spec, "ipFamilies", json!(["IPv4"]));
-            default(spec, "ipFamilyPolicy", json!("SingleStack"));
-            if spec["clusterIP"].as_str().unwrap_or_default().is_empty() {
-                self.cluster_ips += 1;
-                let number = self.cluster_ips;
-                spec["clusterIP"] =
-                    json!(format!("10.{}.{}.{}", 96 + (number >> 16), (number >> 8) & 255, number & 255));
+            let families = families(spec, self.dual_stack).map_err(|(field, message)| invalid(field, message))?;
+            if old.is_some_and(|old| {
+                text(old, "/spec/ipFamilies/0") != families[0] && text(old, "/spec/type") != "ExternalName"
+            }) {
+                return Err(invalid(
+                    "spec.ipFamilies[0]",
+                    "Invalid value: primary ipFamily can not be unset or changed",
+                ));
             }
-            spec["clusterIPs"] = json!([spec["clusterIP"]]);
+            let own = spec["clusterIP"].as_str().unwrap_or_default().to_owned();
+            if own == "None" {
+                spec["clusterIPs"] = json!(["None"]);
+            } else {
+                if own.is_empty() {
+                    self.cluster_ips += 1;
+                }
+                let number = self.cluster_ips;
+                let mut addresses = Vec::new();
+                for (index, family) in families.iter().enumerate() {
+                    let known = spec["clusterIPs"][index]
+                        .as_str()
+                        .or_else(|| (index == 0 && !own.is_empty()).then_some(own.as_str()));
+                    addresses.push(match (known, family.as_str()) {
+                        (Some(known), _) => known.to_owned(),
+                        (None, "IPv6") => format!("fd00:96::{number:x}"),
+                        (None, _) => format!("10.{}.{}.{}", 96 + (number >> 16), (number >> 8) & 255, number & 255),
+                    });
+                }
+                spec["clusterIP"] = json!(addresses[0]);
+                spec["clusterIPs"] = json!(addresses);
+            }
+            spec["ipFamilies"] = json!(families);
         }
         if external {
             default(spec, "externalTrafficPolicy", json!("Cluster"));
@@ -620,8 +819,11 @@ impl Store {
         if object["status"].is_null() {
             object["status"] = json!({"loadBalancer": {}});
         }
+        if kind != "LoadBalancer" && old.is_some() && !target.status {
+            object["status"]["loadBalancer"] = json!({});
+        }
         let changed_status = old.is_none_or(|old| old["status"] != object["status"]);
-        if let Some(ingress) = object["status"]["loadBalancer"]["ingress"].as_array_mut() {
+        if let Some(ingress) = object.pointer_mut("/status/loadBalancer/ingress").and_then(Value::as_array_mut) {
             if target.status && kind != "LoadBalancer" && changed_status && !ingress.is_empty() {
                 return Err(invalid(
                     "status.loadBalancer.ingress",

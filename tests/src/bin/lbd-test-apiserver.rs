@@ -14,7 +14,7 @@ Serves a small, stateful Kubernetes API until it is stopped, and writes a kubeco
 
 #[tokio::main]
 async fn main() -> Result<()> {
-    let mut options = Options { tls: true, ..Options::default() };
+    let mut options = Options { tls: true, dual_stack: true, ..Options::default() };
     let mut kubeconfig: Option<PathBuf> = None;
     let mut arguments = std::env::args().skip(1);
     while let Some(argument) = arguments.next() {

@@ -7,7 +7,8 @@ use serde_json::{Value, json};
 
 use super::access::{Access, SourceError};
 use super::follow::describe;
-use super::rights::{self, RIGHTS};
+use super::own_object;
+use super::rights::{self, RIGHTS, Reach};
 use crate::config::Config;
 
 /// Limit for one question.
@@ -28,13 +29,16 @@ pub async fn check(config: &Config) -> Result<Vec<Finding>, SourceError> {
     let Some(settings) = &config.hub.kubernetes else { return Ok(Vec::new()) };
     let access = Access::open(settings)?;
     let mut findings = Vec::new();
+    let own = own_object(&config.hub.name);
     for right in RIGHTS {
         let (resource, subresource) = right.resource.split_once('/').unwrap_or((right.resource, ""));
         let places = rights::places(config, right.reach);
         let places: Vec<_> = places.map_or_else(|| vec![""], |places| places.into_iter().collect());
         for namespace in places {
+            // Of our own objects the right is for the one that is ours; creating knows no names.
+            let name = if right.reach == Reach::Own && right.verb != "create" { own.as_str() } else { "" };
             let attributes = json!({"group": right.group, "resource": resource, "subresource": subresource,
-                "verb": right.verb, "namespace": namespace});
+                "verb": right.verb, "namespace": namespace, "name": name});
             let review = json!({"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview",
                 "spec": {"resourceAttributes": attributes}});
             let answer = match ask(&access, &review).await {

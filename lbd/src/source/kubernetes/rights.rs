@@ -226,7 +226,7 @@ fn policy(config: &Config) -> String {
     let rule = |text: &str, message: &str| format!("    - expression: >-\n        {text}\n      message: {message}\n");
     let mut text = format!(
         "\
-# The account may patch statuses; this keeps it to addresses from the pools, and to our condition. Kubernetes 1.30 or newer.
+# The account may patch statuses; this keeps it to addresses from the pools, and to our condition. Kubernetes 1.31 or newer.
 apiVersion: admissionregistration.k8s.io/v1
 kind: ValidatingAdmissionPolicy
 metadata:
