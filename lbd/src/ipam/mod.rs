@@ -18,7 +18,7 @@ use self::address::Addresses;
 use self::claim::{Wanted, requested, shared_key, wanted};
 pub(crate) use self::claim::{is_guest_made, mode, unserved};
 pub use self::record::{Entry, Record};
-use crate::config::{Config, Mode, SegmentName, Tenant};
+use crate::config::{Claim, Config, Mode, SegmentName, Tenant};
 use crate::plan::model::{HostFacts, Notice};
 use crate::source::{Inventory, ObjectName, Service};
 
@@ -471,11 +471,12 @@ impl<'a> Run<'a> {
 
     /// Gives addresses to every Service that lacks some, oldest first.
     fn allocate(&mut self, by_age: &ByAge<'a, '_>) {
-        let mut guests: BTreeMap<&str, u32> = BTreeMap::new();
+        // By claim.
+        let mut guests: BTreeMap<*const Claim, u32> = BTreeMap::new();
         for (name, wanted) in by_age {
-            if wanted.service.is_some_and(is_guest_made) {
+            if let Some(claim) = wanted.claim.filter(|_| wanted.service.is_some_and(is_guest_made)) {
                 let held = self.services.get(*name).map_or(0, |assignment| assignment.addresses.len() as u32);
-                *guests.entry(&wanted.tenant.name).or_default() += held;
+                *guests.entry(std::ptr::from_ref(claim)).or_default() += held;
             }
         }
         for (name, wanted) in by_age {
@@ -509,7 +510,7 @@ impl<'a> Run<'a> {
                 let mut pools = wanted.tenant.pools.as_slice();
                 let guest = wanted.claim.filter(|_| wanted.service.is_some_and(is_guest_made));
                 if let Some(claim) = guest {
-                    let count = guests.entry(&wanted.tenant.name).or_default();
+                    let count = guests.entry(std::ptr::from_ref(claim)).or_default();
                     if let Some(limit) = claim.guest.max_vips.filter(|&limit| *count >= limit) {
                         self.notice(
                             "GuestLimit",

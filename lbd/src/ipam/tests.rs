@@ -734,6 +734,26 @@ fn requests_of_guests_are_ignored_and_their_number_is_limited() {
 }
 
 #[test]
+fn b65_the_bound_on_guests_is_that_of_their_claim() {
+    let mut world = World::new();
+    let first = &mut world.config.tenants[0].claims[0];
+    first.guest.max_vips = Some(1);
+    let second = Claim { namespaces: vec!["clusters-other".to_owned()], ..first.clone() };
+    world.config.tenants[0].claims.push(second);
+    let named = ["clusters-tenant-a/a", "clusters-other/a", "clusters-tenant-a/b", "clusters-other/b"];
+    for (created, named) in named.into_iter().enumerate() {
+        let guest = world.add(named, named);
+        guest.created = created as i64;
+        guest.labels.insert(GUEST_LABEL.to_owned(), "web".to_owned());
+    }
+    for _ in 0..2 {
+        let assignments = world.assign();
+        assert_eq!(named.map(|named| address(&assignments, named).is_some()), [true, true, false, false]);
+        assert_eq!(reasons(&assignments).len(), 2, "{:?}", reasons(&assignments));
+    }
+}
+
+#[test]
 fn a_terminating_service_keeps_its_address_and_gets_no_new_one() {
     let mut world = World::new();
     world.add("clusters-tenant-a/a", "1");
