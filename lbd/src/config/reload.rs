@@ -20,6 +20,8 @@ pub fn changes_needing_restart(old: &Config, new: &Config) -> Vec<String> {
         origin: _,
     } = new;
     let changed = [
+        // Lease and record have its name.
+        ("hubs[0].name", hub.kubernetes.is_some() && hub.name != old.hub.name),
         ("hubs[0].interface", hub.segment.interface != old.hub.segment.interface),
         ("hubs[0].vlan", hub.segment.vlan != old.hub.segment.vlan),
         ("hubs[0].kubernetes", hub.kubernetes != old.hub.kubernetes),

@@ -30,11 +30,17 @@ fn what_a_reload_cannot_change_is_named() {
         ("{ interface: eth2 }", "{ interface: eth2, address: '2001:db8:203::2/64' }", vec![]),
         ("max_vips: 8", "max_vips: 9", vec![]),
         ("vip: 192.168.203.112", "vip: 192.168.203.113", vec![]),
-        ("- name: hub", "- name: other", vec![]),
+        ("- name: hub", "- name: other", vec!["hubs[0].name"]),
     ] {
         let new = parse(&changed(from, to), "lbd.yaml").unwrap();
         assert_eq!(changes_needing_restart(&old, &new), expected, "{from:?} → {to:?}");
     }
+    // Without a cluster nothing has the hub's name.
+    let mut one = old.clone();
+    one.hub.kubernetes = None;
+    let mut two = one.clone();
+    two.hub.name = "other".to_owned();
+    assert!(changes_needing_restart(&one, &two).is_empty());
     // One more VLAN on an interface that has some is like any other segment.
     let tagged = changed("{ interface: eth2 }", "{ interface: eth1, vlan: 7 }");
     let [one, two] =
