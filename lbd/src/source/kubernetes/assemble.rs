@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::convert::Slice;
 use super::follow::{Item, Kind, Update};
 use crate::config::Protocol;
-use crate::source::{Endpoint, Inventory, ObjectName, Objects, Service, ServiceKind};
+use crate::source::{Endpoint, Inventory, ObjectName, Service, ServiceKind};
 
 /// The namespace whose UID is the cluster's identity.
 const IDENTITY_NAMESPACE: &str = "kube-system";
@@ -20,6 +20,8 @@ pub(super) struct Assembler {
     listed: BTreeSet<Kind>,
     slices: BTreeMap<ObjectName, Slice>,
     slices_of: BTreeMap<ObjectName, BTreeSet<ObjectName>>,
+    /// Endpoints come from an earlier life, for as long as no slice can be seen.
+    old_endpoints: bool,
     /// What a list lacked that lacked too much to be believed at once, and since when.
     suspects: BTreeMap<(Kind, ObjectName), Instant>,
     /// For how long.
@@ -32,8 +34,9 @@ const FEW: usize = 2;
 impl Assembler {
     /// Starts from what an earlier life knew: the first lists are compared with that.
     pub(super) fn new(restored: &Inventory, hold: Duration) -> Self {
-        let base = Inventory { complete: false, cluster: None, endpoints: Objects::default(), ..restored.clone() };
-        Self { inventory: Arc::new(base), hold, ..Self::default() }
+        let base = Inventory { complete: false, cluster: None, ..restored.clone() };
+        let old_endpoints = !base.endpoints.is_empty();
+        Self { inventory: Arc::new(base), hold, old_endpoints, ..Self::default() }
     }
 
     /// What is held, in words.
@@ -101,8 +104,13 @@ impl Assembler {
         self.forget_suspect(&item);
         match item {
             Item::Service(name, service) => {
-                if self.inventory.services.get(&name) == Some(&*service) {
+                let known = self.inventory.services.get(&name);
+                if known == Some(&*service) {
                     return false;
+                }
+                // Another of the same name has none of its endpoints.
+                if self.old_endpoints && known.is_none_or(|known| known.uid != service.uid) {
+                    Arc::make_mut(&mut self.inventory).endpoints.remove(&name);
                 }
                 Arc::make_mut(&mut self.inventory).services.insert(name.clone(), *service);
                 self.merge_endpoints(&name);
@@ -250,6 +258,12 @@ impl Assembler {
             Kind::Nodes | Kind::Namespaces => true,
             Kind::EndpointSlices => false,
         };
+        if kind == Kind::EndpointSlices && std::mem::take(&mut self.old_endpoints) {
+            let old: Vec<_> = self.inventory.endpoints.keys().cloned().collect();
+            for service in self.slices_of.keys().cloned().chain(old).collect::<BTreeSet<_>>() {
+                changed |= self.merge_endpoints(&service);
+            }
+        }
         let lost = missing.iter().filter(|name| matters(&self.inventory, name)).count();
         let incredible = lost > FEW && lost > in_use / 2;
         let now = Instant::now();
@@ -268,6 +282,9 @@ impl Assembler {
     /// Makes the endpoints of a Service from its slices. Returns whether they changed.
     fn merge_endpoints(&mut self, service: &ObjectName) -> bool {
         let wanted = self.inventory.services.get(service).is_some_and(reads_endpoints);
+        if self.old_endpoints && wanted {
+            return false;
+        }
         let names = self.slices_of.get(service).filter(|_| wanted);
         let mut merged: BTreeMap<(IpAddr, Option<String>, bool), BTreeSet<_>> = BTreeMap::new();
         for endpoint in
@@ -516,6 +533,31 @@ mod tests {
         assert!(!apply(&mut assembler, listed(&[])));
         assert!(assembler.trust());
         assert!(assembler.inventory.services.is_empty() && assembler.held().is_none());
+    }
+
+    #[test]
+    fn b42_without_the_right_to_see_slices_endpoints_of_an_earlier_life_stay() {
+        let mut first = Assembler::default();
+        let with_uid = |text: &str, uid: &str| {
+            let service = Service { uid: uid.into(), ..*service(ServiceKind::LoadBalancer) };
+            Item::Service(name(text), Box::new(service))
+        };
+        let all = ["same", "new", "gone"];
+        apply(&mut first, Update::Listed(Kind::Services, all.map(|text| with_uid(text, "1")).into()));
+        for text in all {
+            apply(&mut first, Update::Set(Item::Slice(name(text), slice(text, &["192.0.2.2"]))));
+        }
+        let mut second = Assembler::new(&first.inventory, Duration::ZERO);
+        let mut services = vec![with_uid("same", "1"), with_uid("new", "2")];
+        if let Item::Service(_, service) = &mut services[0] {
+            service.ingress.push("192.0.2.34".into());
+        }
+        apply(&mut second, Update::Listed(Kind::Services, services));
+        second.do_without(Kind::EndpointSlices);
+        assert_eq!(second.inventory.endpoints.keys().collect::<Vec<_>>(), [&name("same")]);
+        // The right comes: what is seen counts.
+        assert!(apply(&mut second, Update::Listed(Kind::EndpointSlices, Vec::new())));
+        assert!(second.inventory.endpoints.is_empty());
     }
 
     #[test]

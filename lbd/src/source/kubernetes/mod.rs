@@ -100,7 +100,7 @@ pub struct Snapshot {
     pub inventory: Arc<Inventory>,
     /// The inventory comes from complete lists of this life, not from disk.
     pub live: bool,
-    /// Every watch is open.
+    /// Every watch is open that may be.
     pub connected: bool,
     /// When the inventory was last known to be what the server has; `None` if not in this life.
     pub last_sync: Option<Instant>,
@@ -209,6 +209,8 @@ impl KubernetesSource {
 struct Stream {
     alive: bool,
     heard: Option<Instant>,
+    /// The server refuses to show the kind, which can be done without.
+    forbidden: bool,
     error: Option<String>,
 }
 
@@ -256,7 +258,7 @@ impl Publisher {
                 match &update {
                     Update::Alive(kind) => {
                         let stream = streams.entry(*kind).or_default();
-                        *stream = Stream { alive: true, heard: Some(now), error: None };
+                        *stream = Stream { alive: true, heard: Some(now), ..Stream::default() };
                     }
                     Update::Failed { kind, error, forbidden } => {
                         failures += 1;
@@ -267,6 +269,7 @@ impl Publisher {
                         // Endpoints are only needed where a Service is served by them: without the right to see them
                         // everything else works.
                         if *kind == Kind::EndpointSlices && *forbidden {
+                            stream.forbidden = true;
                             changed |= assembler.do_without(*kind);
                         }
                     }
@@ -298,9 +301,9 @@ impl Publisher {
                     None
                 };
             }
-            let connected = streams.values().all(|stream| stream.alive);
+            let connected = streams.values().all(|stream| stream.alive || stream.forbidden);
             let error = streams.values().find_map(|stream| stream.error.clone());
-            let heard = streams.values().map(|stream| stream.heard).min().flatten();
+            let heard = streams.values().filter(|stream| !stream.forbidden).map(|stream| stream.heard).min().flatten();
             let complete = assembler.complete();
             if complete && !assembler.inventory.complete {
                 Arc::make_mut(&mut assembler.inventory).complete = true;
