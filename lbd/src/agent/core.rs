@@ -15,10 +15,10 @@ use crate::config::{Config, SegmentName};
 use crate::dataplane::{Applied, Attached, Dataplane, DataplaneError, Pins};
 use crate::flows::{Directory, Filter, Flow, Live, Matcher};
 use crate::ipam::record::Found;
-use crate::ipam::{Assignments, Ipam, Record};
+use crate::ipam::{Assignments, Entry, Ipam, Record};
 use crate::plan::Planner;
 use crate::plan::model::{FrontendBackend, Health, HostFacts, Notice, Pinned, Plan};
-use crate::source::{Inventory, ObjectName};
+use crate::source::{Inventory, ObjectName, Service};
 
 /// By how much a new agent's record outranks the last one's: more than that one can have changed unseen.
 const TENURE: u64 = 1 << 20;
@@ -226,7 +226,7 @@ impl<M: Maps> Core<M> {
             (Some(found), _) => {
                 let before = self.ipam.record().generation;
                 let mut record = found.record.clone();
-                let left_out = record.keep_plausible(&self.config);
+                let left_out = record.keep_plausible(&self.config, |entry| self.vouches(entry, &inputs.inventory));
                 if left_out > 0 {
                     let text = format!(
                         "the record of addresses in the cluster holds {left_out} addresses that no pool of their tenant has: they are \
@@ -270,6 +270,17 @@ impl<M: Maps> Core<M> {
             self.tell(true, "RecordContended", text, now);
             self.ipam.outrank(above);
         }
+    }
+
+    /// Whether an address of the cluster's record is no news: the disk has it too, or the status of the Service shows it, by our hand.
+    fn vouches(&self, entry: &Entry, inventory: &Inventory) -> bool {
+        let shows = |service: &Service| {
+            service.published && service.ingress.iter().any(|shown| shown.parse().ok() == Some(entry.address))
+        };
+        let same = |known: &Entry| {
+            (&known.tenant, &known.service, known.address) == (&entry.tenant, &entry.service, entry.address)
+        };
+        inventory.services.get(&entry.service).is_some_and(shows) || self.ipam.record().entries.iter().any(same)
     }
 
     /// Takes over a Service that shows an address which is not ours. Returns its UID.
@@ -657,6 +668,43 @@ mod tests {
         bench.inputs.inventory = Arc::new(Inventory { complete: true, ..Inventory::default() });
         assert!(bench.round());
         assert_eq!(bench.maps.0.borrow().plans.len(), 1);
+    }
+
+    #[test]
+    fn b15_an_address_outside_the_pools_survives_the_state_directory_and_a_takeover() {
+        let name = ObjectName::new("n", "s");
+        let outside: IpAddr = "192.0.2.100".parse().unwrap();
+        let entry = Entry { tenant: "a".to_owned(), service: name.clone(), address: outside, freed: None };
+        let record = Record { generation: 5, entries: vec![entry], ..Record::default() };
+        // What the status shows, whether by our hand, what the disk has; whether the address is kept, and no word is lost about it.
+        for (shown, published, disk, kept) in [
+            ("192.0.2.100", true, false, true),
+            ("192.0.2.100", false, false, false),
+            ("192.0.2.40", true, false, false),
+            ("192.0.2.40", true, true, true),
+        ] {
+            let mut bench = Bench::new();
+            let text = testing::CONFIG
+                .replace("snat:", "kubernetes: { kubeconfig: /k }, snat:")
+                .replace("pools:", "claim: [{ namespaces: [n] }]\n    pools:");
+            std::fs::write(bench.path(), text).unwrap();
+            bench.core.config = Arc::new(crate::config::load(&bench.path()).unwrap());
+            if disk {
+                bench.core.ipam = Ipam::new(record.clone());
+            }
+            let mut service = crate::plan::testing::service("u", &[(6443, 30443)]);
+            (service.ingress, service.published) = (vec![shown.to_owned()], published);
+            let mut inventory = Inventory { complete: true, ..Inventory::default() };
+            inventory.services.insert(name.clone(), service);
+            bench.inputs.inventory = Arc::new(inventory);
+            bench.inputs.record_found = Some(Arc::new(Found { record: record.clone(), problem: None }));
+            bench.round();
+            let case = format!("{shown} {published} {disk}");
+            let found = &bench.core.assignments.services[&name];
+            assert_eq!(found.addresses == [outside] && found.claimed, kept, "{case}: {found:?}");
+            let told = bench.core.events.all().iter().any(|event| event.reason == "RecordImplausible");
+            assert_eq!(told, !kept, "{case}");
+        }
     }
 
     #[test]

@@ -178,17 +178,17 @@ impl Record {
         *self != before
     }
 
-    /// Leaves out addresses that the configuration does not let a tenant have. Returns how many those were.
-    pub fn keep_plausible(&mut self, config: &Config) -> usize {
+    /// Leaves out addresses that the configuration does not let a tenant have, but for those that are `vouched` for: a Service keeps its
+    /// address when the pools change. Returns how many those were.
+    pub fn keep_plausible(&mut self, config: &Config, vouched: impl Fn(&Entry) -> bool) -> usize {
         let before = self.entries.len();
         self.entries.retain(|entry| {
             let Some(tenant) = config.tenant(&entry.tenant) else { return true };
             let reserved = tenant.frontends.iter().any(|frontend| frontend.vip == Some(entry.address));
             let own = tenant.addresses.iter().any(|own| own.addr() == entry.address);
-            (reserved || tenant.pools.iter().any(|pool| pool.contains(entry.address)))
-                && !own
-                && !tenant.gateways.contains(&entry.address)
-                && !tenant.avoid.iter().any(|avoid| avoid.contains(entry.address))
+            let pooled = reserved || tenant.pools.iter().any(|pool| pool.contains(entry.address));
+            let avoided = tenant.avoid.iter().any(|avoid| avoid.contains(entry.address));
+            !own && !tenant.gateways.contains(&entry.address) && (pooled && !avoided || vouched(entry))
         });
         before - self.entries.len()
     }
