@@ -272,8 +272,17 @@ impl Hub {
             .then(|| Arc::clone(&self.current))
     }
 
+    /// When what is known of the cluster was last known to be what it has, in seconds since the epoch; `now` is that, too.
+    pub(super) fn contact(&self, now: i64) -> Option<i64> {
+        self.live()?;
+        let snapshot = self.snapshots.as_ref()?.borrow();
+        let age = if snapshot.connected { Duration::ZERO } else { snapshot.last_sync?.elapsed() };
+        Some(now.saturating_sub(i64::try_from(age.as_secs()).ok()?))
+    }
+
     fn take_notices(&mut self) -> Vec<Notice> {
         let mut notices = self.notices.as_mut().map(|notices| notices.borrow_and_update().clone()).unwrap_or_default();
+        notices.extend(self.parts.as_ref().and_then(|parts| parts.events.notice()));
         let mut tell = |reason, message| notices.push(Notice { reason, service: None, tenant: None, message });
         if let Some(held) = self.snapshots.as_ref().and_then(|snapshots| snapshots.borrow().held.clone()) {
             tell("RemovalHeld", held);
@@ -456,6 +465,8 @@ fn desired<M: Maps>(core: &Core<M>, inventory: &Inventory) -> BTreeMap<ObjectNam
     let programmed: BTreeSet<&ObjectName> =
         core.plan.frontends.values().filter_map(|frontend| frontend.service.as_ref()).collect();
     let notices = core.notices_by_service();
+    let beyond = core.events.lasting().iter().filter(|notice| notice.reason == "TooManyFrontends");
+    let beyond: BTreeSet<&ObjectName> = beyond.filter_map(|notice| notice.service.as_ref()).collect();
     let mut all = BTreeMap::new();
     for (name, assignment) in core.assignments.services.iter().filter(|(_, assignment)| assignment.claimed) {
         let Some(service) = inventory.services.get(name) else { continue };
@@ -493,9 +504,11 @@ fn desired<M: Maps>(core: &Core<M>, inventory: &Inventory) -> BTreeMap<ObjectNam
         } else {
             no("NoPort", "none of its ports is forwarded")
         };
+        // What has no room will not heal by itself. What is shown already stays.
+        let withheld = beyond.contains(name) && !programmed.contains(name) && service.ingress.is_empty();
         let desired = DesiredStatus {
             uid: service.uid.clone(),
-            addresses: assignment.addresses.clone(),
+            addresses: if withheld { Vec::new() } else { assignment.addresses.clone() },
             ip_mode: settings.ip_mode,
             programmed: Some(condition),
         };
@@ -536,5 +549,55 @@ mod tests {
         let all = told.iter().chain(&silent).cloned().collect();
         bench.core.events.set_lasting(all, Timestamp::UNIX_EPOCH);
         assert_eq!(for_owners(&bench.core), told);
+    }
+
+    #[test]
+    fn b40_an_address_for_which_there_is_no_room_is_not_published() {
+        let mut bench = Bench::new();
+        bench.core.in_maps = true;
+        let address: IpAddr = "192.0.2.40".parse().unwrap();
+        let (fresh, shown) = (ObjectName::new("n", "fresh"), ObjectName::new("n", "shown"));
+        let assignment = ServiceAssignment {
+            tenant: "a".to_owned(),
+            claimed: true,
+            addresses: vec![address],
+            ..ServiceAssignment::default()
+        };
+        let services = [(fresh.clone(), assignment.clone()), (shown.clone(), assignment)];
+        bench.core.assignments = Arc::new(Assignments { services: services.into(), ..Assignments::default() });
+        let mut inventory = Inventory::default();
+        inventory.services.insert(fresh.clone(), crate::source::Service::default());
+        let ingress = vec![address.to_string()];
+        inventory.services.insert(shown.clone(), crate::source::Service { ingress, ..Default::default() });
+        let of = |bench: &Bench, name| desired(&bench.core, &inventory).remove(name).unwrap();
+        let full = ["fresh", "shown"].map(|name| notice("TooManyFrontends", Some(name)));
+        bench.core.events.set_lasting(full.into(), Timestamp::UNIX_EPOCH);
+        assert!(of(&bench, &fresh).addresses.is_empty());
+        assert_eq!(
+            of(&bench, &fresh).programmed.map(|it| (it.status, it.reason)),
+            Some((Some(false), "TooManyFrontends".to_owned()))
+        );
+        assert_eq!(of(&bench, &shown).addresses, [address], "what is published stays");
+        bench.core.events.set_lasting(BTreeSet::new(), Timestamp::UNIX_EPOCH);
+        assert_eq!(of(&bench, &fresh).addresses, [address]);
+    }
+
+    #[tokio::test]
+    async fn b35_the_last_contact_is_that_with_the_right_cluster_only() {
+        let bench = Bench::new();
+        let directory = tempfile::tempdir().unwrap();
+        let state = Arc::new(StateDirectory::open(directory.path()).unwrap());
+        let mut hub = Hub::start(&bench.core.config, &state, None, Patience::default()).await.unwrap();
+        assert_eq!(hub.contact(1000), None, "there is no cluster");
+        let (sender, receiver) = watch::channel(Snapshot::default());
+        hub.snapshots = Some(receiver);
+        assert_eq!(hub.contact(1000), None, "nothing has come yet");
+        let ago = Instant::now().checked_sub(Duration::from_secs(100));
+        sender.send_replace(Snapshot { live: true, connected: true, last_sync: ago, ..Snapshot::default() });
+        assert_eq!(hub.contact(1000), Some(1000));
+        sender.send_replace(Snapshot { live: true, connected: false, last_sync: ago, ..Snapshot::default() });
+        assert_eq!(hub.contact(1000), Some(900));
+        hub.stranger = Some("other".to_owned());
+        assert_eq!(hub.contact(1000), None);
     }
 }

@@ -23,10 +23,11 @@ use crate::plan::model::{FrontendAddress, FrontendBackend, FrontendPlan, Health,
 const SOURCE_GRACE: u64 = 5;
 
 /// Notices that make the host degraded; others concern only the owner of a Service.
-const ALARMS: [&str; 11] = [
+const ALARMS: [&str; 12] = [
     "AllBackendsDown",
     "Blind",
     "ClusterChanged",
+    "EventsForbidden",
     "ForeignAddress",
     "LeaseHeldByOther",
     "LeaseUnavailable",
@@ -176,6 +177,15 @@ fn problems<M: Maps>(
     let mut told = BTreeSet::new();
     for notice in inputs.host_notices.iter().filter(|notice| told.insert(*notice)) {
         problems.push(format!("{}: {}", notice.reason, notice.message));
+    }
+    // One word for all Services: there may be thousands.
+    let mut forbidden = inputs.source_notices.iter().filter(|notice| notice.reason == "StatusForbidden");
+    if let Some(first) = forbidden.next() {
+        let more = match forbidden.count() {
+            0 => String::new(),
+            more => format!(" (and {more} more Services)"),
+        };
+        problems.push(format!("{}: {}{more}", first.reason, first.message));
     }
     let others = core.plan.notices.iter().chain(&core.assignments.notices).chain(&inputs.source_notices);
     for notice in others.filter(|notice| ALARMS.contains(&notice.reason)) {
@@ -518,7 +528,28 @@ mod tests {
     use super::*;
     use crate::agent::core::testing::{Bench, CONFIG};
     use crate::ipam::Entry;
+    use crate::plan::model::Notice;
     use crate::source::ObjectName;
+
+    #[test]
+    fn b42_missing_rights_are_problems_and_those_of_all_services_are_one() {
+        let mut bench = Bench::new();
+        let notice = |reason, service: Option<&str>| Notice {
+            reason,
+            service: service.map(|name| ObjectName::new("n", name)),
+            tenant: None,
+            message: "allow it".to_owned(),
+        };
+        bench.inputs.source_notices = vec![
+            notice("StatusForbidden", Some("a")),
+            notice("StatusForbidden", Some("b")),
+            notice("StatusForbidden", Some("c")),
+            notice("EventsForbidden", None),
+            notice("StatusContended", Some("d")),
+        ];
+        let found = problems(&bench.core, &bench.inputs, &[], &[]);
+        assert_eq!(found, ["StatusForbidden: allow it (and 2 more Services)", "EventsForbidden: allow it"]);
+    }
 
     #[test]
     fn ranges_have_addresses_in_common() {

@@ -2,7 +2,7 @@
 //!
 //! There is one Event per Service and reason; its name is derived from both, so that a restart goes on with the same.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::time::{Duration, Instant};
 
@@ -37,6 +37,7 @@ const MESSAGE_LIMIT: usize = 1024;
 #[derive(Debug)]
 pub struct EventWriter {
     notices: watch::Sender<Vec<Notice>>,
+    forbidden: watch::Receiver<Option<Notice>>,
     _tasks: JoinSet<()>,
 }
 
@@ -44,18 +45,26 @@ impl EventWriter {
     /// Starts a writer without notices. `host` is told as the reporting instance. Must be called inside a runtime.
     pub fn start(access: &Access, snapshots: watch::Receiver<Snapshot>, host: &str) -> Self {
         let notices = watch::Sender::new(Vec::new());
+        let (publish, forbidden) = watch::channel(None);
         let worker = Worker {
             access: access.clone(),
             snapshots,
             notices: notices.subscribe(),
             host: host.to_owned(),
             told: BTreeMap::new(),
+            forbidden: BTreeMap::new(),
+            publish,
             tokens: BURST,
             filled: Instant::now(),
         };
         let mut tasks = JoinSet::new();
         tasks.spawn(worker.run());
-        Self { notices, _tasks: tasks }
+        Self { notices, forbidden, _tasks: tasks }
+    }
+
+    /// That the right to write Events is missing, while it is.
+    pub fn notice(&self) -> Option<Notice> {
+        self.forbidden.borrow().clone()
     }
 
     /// Replaces the current notices. Those that concern no Service are not told to the cluster.
@@ -88,6 +97,9 @@ struct Worker {
     notices: watch::Receiver<Vec<Notice>>,
     host: String,
     told: BTreeMap<(ObjectName, &'static str), Told>,
+    /// Namespaces where the server forbids Events, with its answer.
+    forbidden: BTreeMap<String, String>,
+    publish: watch::Sender<Option<Notice>>,
     tokens: f64,
     filled: Instant,
 }
@@ -98,6 +110,7 @@ impl Worker {
             let snapshot = self.snapshots.borrow_and_update().clone();
             let notices = self.notices.borrow_and_update().clone();
             let next = if snapshot.live { self.pass(&snapshot.inventory, &notices).await } else { None };
+            self.tell_forbidden(&notices);
             let wait = next.map_or(Duration::from_hours(1), |at| at.saturating_duration_since(Instant::now()));
             tokio::select! {
                 changed = self.notices.changed() => if changed.is_err() { return },
@@ -105,6 +118,18 @@ impl Worker {
                 () = tokio::time::sleep(wait) => {}
             }
         }
+    }
+
+    /// Tells that Events are forbidden, while there is something to tell.
+    fn tell_forbidden(&mut self, notices: &[Notice]) {
+        let named: BTreeSet<&str> = notices.iter().filter_map(namespace).collect();
+        self.forbidden.retain(|namespace, _| named.contains(namespace.as_str()));
+        let current = forbidden(&self.forbidden);
+        self.publish.send_if_modified(|notice| {
+            let changed = *notice != current;
+            *notice = current;
+            changed
+        });
     }
 
     /// Tells what is due. Returns when the next is.
@@ -152,10 +177,14 @@ impl Worker {
                     told.at = Some(now);
                     told.due = now + REPEAT;
                     told.retry = RETRY_FIRST;
+                    self.forbidden.remove(&key.0.namespace);
                 }
                 Err(error) => {
                     let text = error.as_ref().map_or_else(|| format!("no answer within {REQUEST_TIMEOUT:?}"), describe);
                     tracing::debug!(service = %key.0, reason = key.1, "Event not written: {text}");
+                    if is_forbidden(error.as_ref()) && namespace(notice).is_some() {
+                        self.forbidden.insert(key.0.namespace.clone(), text);
+                    }
                     told.due = now + told.retry;
                     told.at = None;
                     told.retry = (told.retry * 2).min(RETRY_LAST);
@@ -183,6 +212,29 @@ impl Told {
             retry: RETRY_FIRST,
         }
     }
+}
+
+/// Where the right to tell of a notice is missed: nobody grants it where no claim is.
+fn namespace(notice: &Notice) -> Option<&str> {
+    let service = notice.service.as_ref().filter(|_| notice.reason != "NoTenant")?;
+    Some(&service.namespace)
+}
+
+fn is_forbidden(error: Option<&kube::Error>) -> bool {
+    matches!(error, Some(kube::Error::Api(status)) if status.code == 403)
+}
+
+/// That Events are forbidden in these namespaces; each with the server's answer.
+fn forbidden(namespaces: &BTreeMap<String, String>) -> Option<Notice> {
+    let (first, answer) = namespaces.first_key_value()?;
+    let more = match namespaces.len() - 1 {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    let message = format!(
+        "owners of Services are not told of trouble, allow `create` and `patch` of `events` in the namespace {first}{more}: {answer}"
+    );
+    Some(Notice { reason: "EventsForbidden", service: None, tenant: None, message })
 }
 
 fn event(name: &ObjectName, reason: &str, uid: &str, message: &str, first: i64, count: u32, host: &str) -> Value {
@@ -216,6 +268,19 @@ async fn send(access: &Access, name: &ObjectName, event: &Value) -> Result<(), O
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn b42_forbidden_events_are_one_notice_that_names_verb_resource_and_namespace() {
+        let mut namespaces = BTreeMap::new();
+        assert_eq!(forbidden(&namespaces), None);
+        namespaces.insert("clusters-a".to_owned(), "the server answered 403: no".to_owned());
+        let text = forbidden(&namespaces).unwrap().message;
+        for part in ["`create` and `patch` of `events`", "namespace clusters-a:", "403"] {
+            assert!(text.contains(part), "{text}");
+        }
+        namespaces.insert("clusters-b".to_owned(), "no".to_owned());
+        assert!(forbidden(&namespaces).unwrap().message.contains("clusters-a and 1 more:"));
+    }
 
     #[test]
     fn an_event_is_found_by_the_uid_of_its_service_and_keeps_its_name() {
