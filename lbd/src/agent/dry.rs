@@ -10,14 +10,14 @@ use super::core::{Core, Inputs, Maps};
 use super::hub::Hub;
 pub use super::hub::Patience;
 use super::state::{INVENTORY, StateDirectory};
-use super::{AgentError, SavedInventory, changed_if};
+use super::{AgentError, SavedInventory, changed_if, restore};
 use crate::api::types::{ClusterStatus, Event, LeaseStatus, ReloadRequest, SourceStatus};
 use crate::config::Config;
 use crate::dataplane::{Applied, Attached, DataplaneError};
 use crate::flows::Flow;
 use crate::ipam::{Assignments, Record};
 use crate::plan::model::{HostFacts, Notice, Pinned, Plan};
-use crate::source::{Inventory, ObjectName};
+use crate::source::ObjectName;
 
 /// Maps that hold a plan and nothing else.
 #[derive(Debug, Default)]
@@ -66,7 +66,7 @@ impl DryAgent {
     /// Starts from what is in the state directory. Must be called inside a runtime.
     pub async fn start(config: Config, host: HostFacts, patience: Patience) -> Result<Self, AgentError> {
         let state = Arc::new(StateDirectory::open(&config.state_dir)?);
-        let saved: Option<SavedInventory<Inventory>> = state.load(INVENTORY);
+        let saved = restore(&state);
         let restored = saved.as_ref().map(|saved| (saved.synced, &saved.inventory));
         let hub = Hub::start(&config, &state, restored, patience).await?;
         let core = Core::new(config, Paper::default(), Arc::clone(&state), Timestamp::now());

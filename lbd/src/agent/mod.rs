@@ -18,7 +18,7 @@ use tokio::task::JoinHandle;
 use self::core::{Core, Inputs};
 use self::exhaustion::{Exhaustion, Look};
 use self::hub::{Hub, Patience};
-use self::state::{HEALTH, INVENTORY, NAMES, StateDirectory, StateError};
+use self::state::{CONTACT, HEALTH, INVENTORY, NAMES, StateDirectory, StateError};
 use self::view::{Holders, View};
 use crate::api::server::{Api, Call, Order};
 use crate::api::types::{AcceptClusterReply, AdoptReply, Names, ReloadRequest, SourceStatus};
@@ -51,6 +51,8 @@ const REPLAN: Duration = Duration::from_mins(1);
 /// Shortest pause between two writes of the files that only a restart reads, and between two of the names.
 const SAVE_INTERVAL: Duration = Duration::from_secs(5);
 const SAVE_NAMES_INTERVAL: Duration = Duration::from_millis(500);
+/// Seconds between two writes of when the cluster was last heard of.
+const SAVE_CONTACT_INTERVAL: u64 = 60;
 
 /// Why the agent ended.
 #[derive(Debug, Error)]
@@ -99,6 +101,22 @@ struct SavedInventory<I> {
     /// When it was known to be current, in seconds since the epoch.
     synced: i64,
     inventory: I,
+}
+
+/// When the cluster was last heard of, on disk: what it says may be the same for days.
+#[derive(Debug, Serialize, Deserialize)]
+struct SavedContact {
+    /// In seconds since the epoch.
+    at: i64,
+}
+
+/// The last list of Services and nodes, and until when it was current.
+fn restore(state: &StateDirectory) -> Option<SavedInventory<Inventory>> {
+    let mut saved: SavedInventory<Inventory> = state.load(INVENTORY)?;
+    if let Some(contact) = state.load::<SavedContact>(CONTACT) {
+        saved.synced = saved.synced.max(contact.at);
+    }
+    Some(saved)
 }
 
 /// Runs until it is told to stop. Whatever the end, the datapath goes on forwarding.
@@ -167,7 +185,7 @@ async fn serve(path: PathBuf, config: Config) -> Result<(), AgentError> {
         state => Arc::new(state?),
     };
     check_host(&config)?;
-    let saved: Option<SavedInventory<Inventory>> = config.hub.kubernetes.as_ref().and_then(|_| state.load(INVENTORY));
+    let saved = config.hub.kubernetes.as_ref().and_then(|_| restore(&state));
     let restored_health = health::restore(&state.load::<Vec<SavedTarget>>(HEALTH).unwrap_or_default());
     // A kubeconfig that is wrong is found before anything is attached.
     let restored = saved.as_ref().map(|saved| (saved.synced, &saved.inventory));
@@ -197,6 +215,7 @@ async fn serve(path: PathBuf, config: Config) -> Result<(), AgentError> {
         saved_inventory: saved.map(|saved| Arc::new(saved.inventory)),
         saved_health: None,
         saved_names: None,
+        saved_contact: None,
         sources: hub.status(),
         exhaustion: Exhaustion::default(),
         looking: None,
@@ -308,6 +327,8 @@ struct Agent {
     saved_inventory: Option<Arc<Inventory>>,
     saved_health: Option<Arc<Health>>,
     saved_names: Option<Arc<Plan>>,
+    /// In seconds since the epoch.
+    saved_contact: Option<i64>,
     sources: Vec<SourceStatus>,
     exhaustion: Exhaustion,
     looking: Option<JoinHandle<Result<Look, DataplaneError>>>,
@@ -491,9 +512,14 @@ impl Agent {
         if inventory.is_some() || health.is_some() {
             self.saved_at = Some(Instant::now());
         }
-        if inventory.is_none() && health.is_none() && plan.is_none() {
+        // A change of the clock, too, is news.
+        let contact = hub.contact(Timestamp::now().as_second()).filter(|contact| {
+            all && self.saved_contact.is_none_or(|saved| saved.abs_diff(*contact) >= SAVE_CONTACT_INTERVAL)
+        });
+        if inventory.is_none() && health.is_none() && plan.is_none() && contact.is_none() {
             return None;
         }
+        self.saved_contact = contact.or(self.saved_contact);
         self.saved_inventory = inventory.clone().or_else(|| self.saved_inventory.take());
         self.saved_health = health.clone().or_else(|| self.saved_health.take());
         let (state, hub_name) = (Arc::clone(&self.state), self.core.config.hub.name.clone());
@@ -511,6 +537,9 @@ impl Agent {
                 let synced = Timestamp::now().as_second();
                 state.save(INVENTORY, &SavedInventory { synced, inventory: &*inventory })?;
             }
+            if let Some(at) = contact {
+                state.save(CONTACT, &SavedContact { at })?;
+            }
             Ok(())
         })
     }
@@ -521,10 +550,29 @@ impl Agent {
             // What it could not write is tried again below.
             let _ = saving.await;
         }
+        self.saved_contact = None;
         if let Some(work) = self.unsaved(hub, true)
             && let Ok(Err(error)) = tokio::task::spawn_blocking(work).await
         {
             tracing::warn!(%error, "state not saved");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn b35_the_age_of_a_restored_inventory_counts_from_the_last_contact() {
+        let directory = tempfile::tempdir().unwrap();
+        let state = StateDirectory::open(directory.path()).unwrap();
+        assert!(restore(&state).is_none());
+        state.save(INVENTORY, &SavedInventory { synced: 100, inventory: &Inventory::default() }).unwrap();
+        assert_eq!(restore(&state).unwrap().synced, 100);
+        for (at, expected) in [(5000, 5000), (50, 100)] {
+            state.save(CONTACT, &SavedContact { at }).unwrap();
+            assert_eq!(restore(&state).unwrap().synced, expected);
         }
     }
 }

@@ -16,6 +16,8 @@ pub const IDS: &str = "ids.json";
 pub const ADDRESSES: &str = "addresses.json";
 /// The last list of Services and nodes.
 pub const INVENTORY: &str = "inventory.json";
+/// When the cluster was last heard of.
+pub const CONTACT: &str = "contact.json";
 /// Health of backends.
 pub const HEALTH: &str = "health.json";
 /// Names of ids, for `lbctl` while the agent is down.
