@@ -330,7 +330,7 @@ async fn b37_other_errors_are_survived() -> Result<()> {
     server.fault("list", "/namespaces", 1, Action::Close);
     server.fault("watch", "/services", 1, Action::status(429, "TooManyRequests"));
     let mut seen = Seen::start(&cluster).await?;
-    assert!(seen.snapshots.borrow().failures >= 5);
+    assert!(seen.snapshots.borrow().failures.values().sum::<u64>() >= 5);
     let disturbances: [&dyn Fn(); 4] = [
         &|| server.inject_error(Some("services"), 500, "InternalError"),
         &|| server.inject(Some("services"), r#"{"type":"ADDED","object":{"metadata":{"name":7}}}"#),

@@ -17,7 +17,7 @@ use crate::ipam::Assignments;
 use crate::plan::model::{Notice, Plan};
 use crate::source::events::EventWriter;
 use crate::source::kubernetes::{
-    Kept, KubernetesSource, LeaseKeeper, LeaseTiming, Options, RecordKeeper, Snapshot, Standing, Timing,
+    Kept, KubernetesSource, LeaseKeeper, LeaseTiming, Options, RecordKeeper, Snapshot, Standing, Timing, Validity,
 };
 use crate::source::status::{DesiredStatus, StatusWriter};
 use crate::source::{Condition, Inventory, ObjectName};
@@ -287,6 +287,9 @@ impl Hub {
         if let Some(held) = self.snapshots.as_ref().and_then(|snapshots| snapshots.borrow().held.clone()) {
             tell("RemovalHeld", held);
         }
+        if let Some(validity) = self.validity().filter(|validity| validity.ends_soon(Timestamp::now().as_second())) {
+            tell("CredentialsEnd", credentials(validity, &self.file));
+        }
         if let Some(uid) = &self.stranger {
             tell("ClusterChanged", stranger(self.cluster.as_deref().unwrap_or_default(), uid));
         }
@@ -395,10 +398,15 @@ impl Hub {
         Some(ClusterStatus { uid: self.cluster.clone().unwrap_or_default(), instead: self.stranger.clone() })
     }
 
+    /// Until when the credentials for the cluster are good, if they say so.
+    pub(super) fn validity(&self) -> Option<Validity> {
+        self.parts.as_ref()?.source.access().validity()
+    }
+
     /// Writes to the cluster and failures of it since the start.
-    pub(super) fn counts(&self) -> (u64, u64) {
+    pub(super) fn counts(&self) -> (u64, BTreeMap<&'static str, u64>) {
         let writes = self.parts.as_ref().map_or(0, |parts| parts.status.writes());
-        let failures = self.snapshots.as_ref().map_or(0, |snapshots| snapshots.borrow().failures);
+        let failures = self.snapshots.as_ref().map(|snapshots| snapshots.borrow().failures.clone()).unwrap_or_default();
         (writes, failures)
     }
 }
@@ -408,6 +416,13 @@ fn stranger(known: &str, uid: &str) -> String {
     format!(
         "the cluster is {now}; the last state of {known} stays in force and nothing is written: correct the kubeconfig, or accept \
          the cluster with `lbctl accept-cluster`"
+    )
+}
+
+fn credentials(validity: Validity, file: &str) -> String {
+    let until = Timestamp::from_second(validity.until).unwrap_or(Timestamp::MAX);
+    format!(
+        "the credentials in the kubeconfig that {file} names are good until {until}: renew them, they are read again without a restart;          without them the last state stays in force"
     )
 }
 

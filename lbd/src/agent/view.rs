@@ -15,18 +15,19 @@ use crate::api::types::{
     Backend, Event, FrontendLabel, InterfaceStatus, Names, SegmentLabel, Service, SourceStatus, Status, TenantVips,
     Vip, service_state, vip_state,
 };
-use crate::config::{AddressRange, Config, Mode, SegmentName, Tenant, Via};
-use crate::ipam::{RESERVED, Record};
+use crate::config::{AddressRange, Config, Mode, SegmentName, Tenant};
+use crate::ipam::{self, RESERVED, Record};
 use crate::plan::model::{FrontendAddress, FrontendBackend, FrontendPlan, Health, HostFacts, Plan};
 
 /// Seconds that a source may be away before it is a problem: watches are renewed now and then.
 const SOURCE_GRACE: u64 = 5;
 
 /// Notices that make the host degraded; others concern only the owner of a Service.
-const ALARMS: [&str; 12] = [
+const ALARMS: [&str; 13] = [
     "AllBackendsDown",
     "Blind",
     "ClusterChanged",
+    "CredentialsEnd",
     "EventsForbidden",
     "ForeignAddress",
     "LeaseHeldByOther",
@@ -54,8 +55,10 @@ pub(crate) struct View {
     pub exhausted: Vec<Exhausted>,
     /// Writes of Service statuses since the start.
     pub status_writes: u64,
-    /// Failed requests to the source since the start.
-    pub source_failures: u64,
+    /// Failed requests to the source since the start, by kind of object.
+    pub source_failures: BTreeMap<&'static str, u64>,
+    /// When the credentials for the cluster end to be good, in seconds since the epoch.
+    pub credentials_until: Option<i64>,
     /// A plan is in the maps.
     pub ready: bool,
     /// When it was made, in seconds since the epoch.
@@ -111,6 +114,7 @@ impl View {
             exhausted: inputs.exhausted.clone(),
             status_writes,
             source_failures,
+            credentials_until: hub.validity().map(|validity| validity.until),
             ready: core.ever,
             made: Timestamp::now().as_second(),
         }
@@ -379,11 +383,15 @@ pub(crate) struct Addresses {
 
 /// The addresses of all tenants. `now` is in seconds since the epoch.
 pub(crate) fn vips(addresses: &Addresses, plan: &Plan, now: i64) -> Vec<TenantVips> {
-    let tenants = addresses.config.iter().flat_map(|config| &config.tenants);
-    tenants.map(|tenant| vips_of(tenant, addresses, plan, now)).collect()
+    let Some(config) = &addresses.config else { return Vec::new() };
+    let unusable = ipam::unusable(config, &addresses.host);
+    let none = BTreeSet::new();
+    let of = |tenant: &Tenant| vips_of(tenant, addresses, unusable.get(&tenant.segment).unwrap_or(&none), plan, now);
+    config.tenants.iter().map(of).collect()
 }
 
-fn vips_of(tenant: &Tenant, addresses: &Addresses, plan: &Plan, now: i64) -> TenantVips {
+/// `unusable` are addresses of the tenant's segment that no Service can have.
+fn vips_of(tenant: &Tenant, addresses: &Addresses, unusable: &BTreeSet<IpAddr>, plan: &Plan, now: i64) -> TenantVips {
     let mut listed: BTreeMap<IpAddr, Vip> = BTreeMap::new();
     let add = |listed: &mut BTreeMap<IpAddr, Vip>,
                address: IpAddr,
@@ -438,36 +446,29 @@ fn vips_of(tenant: &Tenant, addresses: &Addresses, plan: &Plan, now: i64) -> Ten
             }
         }
     }
+    let free = free(tenant, unusable, &listed);
     TenantVips {
         tenant: tenant.name.clone(),
         interface: tenant.segment.interface.clone(),
         vlan: tenant.segment.vlan.unwrap_or_default(),
         pools: tenant.pools.iter().map(ToString::to_string).collect(),
-        free: Some(free(tenant, &addresses.host, &listed)),
+        free: Some(free.iter().copied().fold(0, u64::saturating_add)),
+        free_in_pools: free,
         addresses: listed.into_values().collect(),
     }
 }
 
-/// Addresses of a tenant's pools that are nothing else.
-fn free(tenant: &Tenant, host: &HostFacts, listed: &BTreeMap<IpAddr, Vip>) -> u64 {
-    let facts = host.interfaces.get(&tenant.segment.interface).filter(|_| tenant.segment.vlan.is_none());
-    let mut others: BTreeSet<IpAddr> = listed.keys().copied().collect();
-    others.extend(tenant.addresses.iter().map(ipnet::IpNet::addr));
-    others.extend(&tenant.gateways);
-    if let Some(facts) = facts {
-        others.extend(facts.all_addresses.iter().map(ipnet::IpNet::addr));
-        others.extend(&facts.gateways);
-    }
-    let own_backends = tenant.frontends.iter().filter(|frontend| frontend.via == Via::Tenant);
-    others.extend(own_backends.flat_map(|frontend| &frontend.backends).map(|backend| backend.address));
+/// How many addresses of each of a tenant's pools are nothing else.
+fn free(tenant: &Tenant, unusable: &BTreeSet<IpAddr>, listed: &BTreeMap<IpAddr, Vip>) -> Vec<u64> {
+    let mut others: BTreeSet<IpAddr> = listed.keys().chain(unusable).copied().collect();
     others.retain(|address| !tenant.avoid.iter().any(|avoid| avoid.contains(*address)));
-    let mut free: u128 = 0;
-    for pool in &tenant.pools {
+    let of = |pool: &AddressRange| {
         let avoided: u128 = tenant.avoid.iter().map(|avoid| common(*pool, *avoid)).sum();
         let used = others.iter().filter(|address| pool.contains(**address)).count() as u128;
-        free = free.saturating_add(common(*pool, *pool).saturating_sub(avoided).saturating_sub(used));
-    }
-    u64::try_from(free).unwrap_or(u64::MAX)
+        let free = common(*pool, *pool).saturating_sub(avoided).saturating_sub(used);
+        u64::try_from(free).unwrap_or(u64::MAX)
+    };
+    tenant.pools.iter().map(of).collect()
 }
 
 /// How many addresses are in both ranges. All of IPv6 counts as one less.
@@ -615,6 +616,28 @@ mod tests {
             ]
         );
         assert_eq!(tenant.free, Some(16 - 5 - 2));
+    }
+
+    #[test]
+    fn b22_edges_of_a_prefix_that_is_learnt_are_not_free() {
+        let mut bench = Bench::new();
+        let text = CONFIG
+            .replace("interface: ten0, address: 192.0.2.2/24", "interface: ten0")
+            .replace("[192.0.2.32/28]", "[192.0.2.248/29, 192.0.2.32-192.0.2.33]");
+        std::fs::write(bench.path(), text).unwrap();
+        bench.core.config = Arc::new(crate::config::load(&bench.path()).unwrap());
+        let of = |bench: &Bench| {
+            let addresses = Addresses {
+                config: Some(Arc::clone(&bench.core.config)),
+                host: bench.inputs.host.clone(),
+                ..Addresses::default()
+            };
+            let found = vips(&addresses, &Plan::default(), 0).remove(0);
+            (found.free, found.free_in_pools)
+        };
+        assert_eq!(of(&bench), (Some(9), vec![7, 2]), "192.0.2.255 is the broadcast address");
+        bench.inputs.host = HostFacts::default();
+        assert_eq!(of(&bench), (Some(10), vec![8, 2]));
     }
 
     #[test]

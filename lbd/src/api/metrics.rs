@@ -144,7 +144,16 @@ fn agent(encoder: &mut DescriptorEncoder<'_>, view: &View) -> fmt::Result {
     }
     let generation = view.addresses.record.generation as f64;
     gauge(encoder, "record_generation", "Generation of the record of addresses", None, one(generation))?;
-    counter(encoder, "source_failures", "Failed requests to the source", None, one(view.source_failures))?;
+    let failures = view.source_failures.iter().map(|(kind, count)| (vec![("kind", (*kind).to_owned())], *count));
+    counter(encoder, "source_failures", "Failed requests to the source, by kind of object", None, failures)?;
+    let left = view.credentials_until.map(|until| (Labels::new(), until.saturating_sub(view.made) as f64));
+    let help = "Time until the credentials for the cluster run out";
+    gauge(encoder, "credentials_left", help, Some(&Unit::Seconds), left)?;
+    let free = view::vips(&view.addresses, &view.plan, view.made).into_iter().flat_map(|tenant| {
+        let pools = tenant.pools.into_iter().zip(tenant.free_in_pools);
+        pools.map(move |(pool, free)| (vec![("tenant", tenant.tenant.clone()), ("pool", pool)], free as f64))
+    });
+    gauge(encoder, "pool_addresses_free", "Addresses of a pool that can be given out", None, free)?;
     counter(encoder, "status_writes", "Writes of Service statuses", None, one(view.status_writes))?;
     let attached = status.interfaces.iter().map(|interface| {
         let labels = vec![
@@ -340,6 +349,10 @@ mod tests {
         let view = View {
             status: Status { config: ConfigStatus { stale: true, ..ConfigStatus::default() }, ..Status::default() },
             notices: [("ForeignAddress", 2)].into(),
+            source_failures: [("services", 3)].into(),
+            credentials_until: Some(700_000),
+            made: 95_200,
+            addresses: view::Addresses { config: Some(Arc::new(crate::plan::testing::config())), ..Default::default() },
             ..View::default()
         };
         let (_sender, views) = watch::channel(Arc::new(view));
@@ -350,6 +363,9 @@ mod tests {
             "lbd_applies_total{result=\"failed\"} 0",
             "lbd_notices{reason=\"ForeignAddress\"} 2.0",
             "lbd_datapath_readable 0.0",
+            "lbd_credentials_left_seconds 604800.0",
+            "lbd_source_failures_total{kind=\"services\"} 3",
+            "lbd_pool_addresses_free{tenant=\"tenant-a\",pool=\"192.168.203.110-192.168.203.119\"} 10.0",
         ] {
             assert!(text.lines().any(|found| found == line), "{line} is missing in:\n{text}");
         }

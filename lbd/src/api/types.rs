@@ -187,6 +187,9 @@ pub struct TenantVips {
     pub pools: Vec<String>,
     /// Addresses of the pools that can still be given out; absent = not known (no agent). Of a larger pool 2^64 − 1.
     pub free: Option<u64>,
+    /// The same for each pool, in the order of `pools`; empty = not known.
+    #[serde(default)]
+    pub free_in_pools: Vec<u64>,
     /// Addresses that are something else than free, in order.
     pub addresses: Vec<Vip>,
 }

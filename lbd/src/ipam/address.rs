@@ -27,6 +27,28 @@ pub(super) struct Addresses<'a> {
     cursors: BTreeMap<(String, Vec<AddressRange>), (usize, Option<IpAddr>)>,
 }
 
+/// Addresses that no Service can have, by segment, as the file and the host tell them. Those of nodes are not among them.
+pub(crate) fn unusable(config: &Config, host: &HostFacts) -> BTreeMap<SegmentName, BTreeSet<IpAddr>> {
+    let (inventory, taken) = (Inventory::default(), BTreeSet::new());
+    let addresses = Addresses::new(config, &inventory, host, &taken);
+    let mut all: BTreeMap<SegmentName, BTreeSet<IpAddr>> = BTreeMap::new();
+    for ((segment, address), _) in addresses.special {
+        all.entry(segment.clone()).or_default().insert(address);
+    }
+    for (segment, prefixes) in addresses.prefixes {
+        for prefix in prefixes.into_iter().filter(has_edges) {
+            let edges = [Some(prefix.network()), Some(prefix.broadcast()).filter(IpAddr::is_ipv4)];
+            all.entry(segment.clone()).or_default().extend(edges.into_iter().flatten());
+        }
+    }
+    all
+}
+
+/// Whether the first and the last address of a prefix are special.
+fn has_edges(prefix: &IpNet) -> bool {
+    prefix.prefix_len() + 1 < prefix.max_prefix_len()
+}
+
 impl<'a> Addresses<'a> {
     pub(super) fn new(
         config: &'a Config,
@@ -166,7 +188,7 @@ impl<'a> Addresses<'a> {
             return Err(format!("it {purpose}"));
         }
         for prefix in self.prefixes.get(&tenant.segment).into_iter().flatten() {
-            if prefix.prefix_len() + 1 >= prefix.max_prefix_len() || !prefix.contains(&address) {
+            if !has_edges(prefix) || !prefix.contains(&address) {
                 continue;
             }
             if address.is_ipv4() && (address == prefix.network() || address == prefix.broadcast()) {

@@ -15,6 +15,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
 use self::address::Addresses;
+pub(crate) use self::address::unusable;
 use self::claim::{Wanted, requested, shared_key, wanted};
 pub(crate) use self::claim::{is_guest_made, mode, unserved};
 pub use self::record::{Entry, Record};

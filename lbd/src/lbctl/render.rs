@@ -968,6 +968,7 @@ flows4  1000  4000  25.0%
             vlan: 2003,
             pools: vec!["192.0.2.32-192.0.2.47".to_owned()],
             free: Some(13),
+            free_in_pools: vec![13],
             addresses: vec![
                 vip("192.0.2.34", "used", &["ns/api", "web"]),
                 Vip { mac: Some("02:00:00:00:00:01".to_owned()), ..vip("192.0.2.35", "conflict", &[]) },

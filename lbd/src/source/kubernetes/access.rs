@@ -12,6 +12,7 @@ use kube::Client;
 use kube::config::{Kubeconfig, KubeconfigError};
 use tokio::sync::watch;
 
+use super::expiry::Validity;
 use crate::config;
 
 /// Limit for reaching the server.
@@ -104,20 +105,21 @@ struct Inner {
     failure: Mutex<Option<String>>,
 }
 
-/// The server that a kubeconfig names.
+/// The server that a kubeconfig names, and how long that lets us in.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Server {
     host: String,
     port: u16,
     addresses: Vec<IpAddr>,
+    validity: Option<Validity>,
 }
 
 impl Server {
-    fn of(url: &Uri) -> Self {
+    fn of(url: &Uri, validity: Option<Validity>) -> Self {
         let host = url.host().unwrap_or_default().trim_start_matches('[').trim_end_matches(']').to_owned();
         let port = url.port_u16().unwrap_or(if url.scheme_str() == Some("http") { 80 } else { 443 });
         let addresses = host.parse().into_iter().collect();
-        Self { host, port, addresses }
+        Self { host, port, addresses, validity }
     }
 }
 
@@ -161,6 +163,11 @@ impl Access {
         (server.addresses.clone(), server.port)
     }
 
+    /// Until when the credentials are good; `None` = they do not say.
+    pub fn validity(&self) -> Option<Validity> {
+        lock(&self.inner.server).validity
+    }
+
     /// Dials one of these instead of what the kubeconfig says, with the same name in TLS; none: what the kubeconfig says.
     pub(crate) fn set_detour(&self, backends: Vec<SocketAddr>) {
         let mut detour = lock(&self.inner.detour);
@@ -191,8 +198,9 @@ impl Access {
 
     fn redial(&self, detour: Option<SocketAddr>) {
         match load(&self.inner.settings, detour) {
-            Ok((client, fingerprint, _)) => {
+            Ok((client, fingerprint, server)) => {
                 tracing::info!(?detour, "the API server is behind a VIP of ours: dialled directly");
+                lock(&self.inner.server).validity = server.validity;
                 *lock(&self.inner.fingerprint) = fingerprint;
                 self.inner.client.send_replace(client);
             }
@@ -324,7 +332,7 @@ fn load(settings: &config::Kubernetes, detour: Option<SocketAddr>) -> Result<(Cl
             return Err(SourceError::Insecure { path: path.clone(), what });
         }
     }
-    let server = Server::of(&config.cluster_url);
+    let server = Server::of(&config.cluster_url, Validity::of(&config.auth_info));
     if let Some(detour) = detour {
         config.tls_server_name.get_or_insert_with(|| server.host.clone());
         config.cluster_url = redirected(&config.cluster_url, detour);
@@ -431,7 +439,7 @@ mod tests {
             redirected(&url, "[2001:db8::5]:30918".parse().unwrap()).authority().unwrap(),
             "[2001:db8::5]:30918"
         );
-        let server = Server::of(&"https://[2001:db8::110]".parse().unwrap());
+        let server = Server::of(&"https://[2001:db8::110]".parse().unwrap(), None);
         assert_eq!((server.host.as_str(), server.port, server.addresses.len()), ("2001:db8::110", 443, 1));
     }
 

@@ -4,6 +4,7 @@ mod access;
 mod assemble;
 mod check;
 pub(crate) mod convert;
+mod expiry;
 mod follow;
 mod lease;
 mod record;
@@ -22,6 +23,7 @@ pub(crate) use access::lock;
 pub use access::{Access, SourceError};
 use assemble::Assembler;
 pub use check::{Finding, check};
+pub use expiry::Validity;
 pub(crate) use follow::describe;
 use follow::{Follower, Kind, Update};
 pub use lease::{LeaseKeeper, LeaseTiming, Standing};
@@ -108,8 +110,8 @@ pub struct Snapshot {
     pub held: Option<String>,
     /// What is wrong, while it is.
     pub last_error: Option<String>,
-    /// Failed lists and watches since the start.
-    pub failures: u64,
+    /// Failed lists and watches since the start, by kind of object.
+    pub failures: BTreeMap<&'static str, u64>,
     /// Lists that arrived since the start, of any kind.
     pub lists: u64,
 }
@@ -231,7 +233,8 @@ impl Publisher {
         let mut changed = false;
         let mut interval = PUBLISH_INTERVAL;
         let mut last = Instant::now().checked_sub(PUBLISH_INTERVAL_MAX).unwrap_or_else(Instant::now);
-        let (mut failures, mut lists) = (0, 0);
+        let mut failures: BTreeMap<_, _> = Kind::ALL.into_iter().map(|kind| (kind.as_str(), 0)).collect();
+        let mut lists = 0;
         // Not before: a list that was asked for takes its time.
         let mut asked = Instant::now();
         loop {
@@ -261,7 +264,7 @@ impl Publisher {
                         *stream = Stream { alive: true, heard: Some(now), ..Stream::default() };
                     }
                     Update::Failed { kind, error, forbidden } => {
-                        failures += 1;
+                        *failures.entry(kind.as_str()).or_default() += 1;
                         tracing::debug!("{error}");
                         let stream = streams.entry(*kind).or_default();
                         stream.alive = false;
@@ -323,7 +326,7 @@ impl Publisher {
                 if complete {
                     snapshot.last_sync = heard;
                 }
-                snapshot.failures = failures;
+                snapshot.failures.clone_from(&failures);
                 snapshot.lists = lists;
                 if show {
                     snapshot.inventory = Arc::clone(&assembler.inventory);
