@@ -17,7 +17,8 @@ use lbd::config::{Config, Protocol, SegmentName};
 use lbd::dataplane::{self, Dataplane, DataplaneError, Mode, OBJECT, Pins};
 use lbd::flows::{Directory, Filter, Flow, Live, Matcher};
 use lbd::plan::model::{
-    AddressPlan, BackendPlan, FrontendAddress, FrontendBackend, FrontendPlan, Plan, Reset, SegmentPlan, TenantPlan,
+    AddressPlan, BackendPlan, Backends, FrontendAddress, FrontendBackend, FrontendPlan, Plan, Reset, SegmentPlan,
+    TenantPlan,
 };
 use lbd_common::abi::{self, ADDRESS_ANSWER, NEXT_HOP_RESOLVED};
 use nix::mount::{MsFlags, mount};
@@ -163,7 +164,7 @@ fn plan(vips: u8) -> Plan {
         };
         plan.frontends.insert(
             FrontendAddress { segment: 1, vip, port: 6443, protocol: Protocol::Tcp },
-            FrontendPlan {
+            Arc::new(FrontendPlan {
                 id: u16::from(number) + 1,
                 tenant: 1,
                 name: "api".into(),
@@ -183,7 +184,7 @@ fn plan(vips: u8) -> Plan {
                 backends: vec![backend].into(),
                 probe: None,
                 reset_on_down: false,
-            },
+            }),
         );
     }
     plan
@@ -222,9 +223,9 @@ fn a56_restarts_keep_the_program_and_change_nothing() -> Result<()> {
     for mode in ["native", "generic"] {
         let wanted = if mode == "native" { Mode::Native } else { Mode::Generic };
         let mut first = bench.start(mode)?;
-        let applied = first.apply(&plan(3))?;
+        let applied = first.apply(plan(3))?;
         assert!(applied.map_writes > 0);
-        assert_eq!(first.apply(&plan(3))?.map_writes, 0);
+        assert_eq!(first.apply(plan(3))?.map_writes, 0);
         let program = Bench::attached("ten0")?;
         assert_eq!(program.map(|(_, mode)| mode), Some(wanted));
         eventually(Duration::from_secs(3), "the VIPs are answered for", || {
@@ -236,7 +237,7 @@ fn a56_restarts_keep_the_program_and_change_nothing() -> Result<()> {
         assert_eq!(Bench::attached("ten0")?, program, "a stopped agent leaves its program");
         for _ in 0..5 {
             let mut again = bench.start(mode)?;
-            assert_eq!(again.apply(&plan(3))?.map_writes, 0, "a restart writes nothing");
+            assert_eq!(again.apply(plan(3))?.map_writes, 0, "a restart writes nothing");
             assert_eq!(Bench::attached("ten0")?, program);
             assert!(again.notices().borrow().is_empty());
         }
@@ -259,7 +260,7 @@ fn a56_restarts_keep_the_program_and_change_nothing() -> Result<()> {
 fn a57_detach_works_from_the_pins_alone_and_twice() -> Result<()> {
     let bench = Bench::new()?;
     let mut agent = bench.start("auto")?;
-    agent.apply(&plan(1))?;
+    agent.apply(plan(1))?;
     eventually(Duration::from_secs(3), "the node is resolved", || {
         Ok(bench
             .pins()?
@@ -365,7 +366,7 @@ fn a18_a_large_mtu_is_refused_with_its_limit_or_falls_back() -> Result<()> {
 fn a26_flushed_neighbours_come_back() -> Result<()> {
     let bench = Bench::new()?;
     let mut agent = bench.start("auto")?;
-    agent.apply(&plan(1))?;
+    agent.apply(plan(1))?;
     let pins = bench.pins()?;
     let resolved = |address: Ipv4Addr| -> Result<bool> {
         let hops = pins.next_hops()?;
@@ -400,7 +401,7 @@ fn an_address_that_another_station_has_is_taken_over_when_that_stops() -> Result
     let bench = Bench::new()?;
     bench.peer(&format!("ip addr add {VIP}/24 dev ten0p"))?;
     let mut agent = bench.start("auto")?;
-    agent.apply(&plan(1))?;
+    agent.apply(plan(1))?;
     let pins = bench.pins()?;
     let answered = || -> Result<bool> {
         let found = pins.addresses()?;
@@ -436,7 +437,7 @@ fn an_address_checked_ahead_is_answered_at_once() -> Result<()> {
     let mut agent = bench.start("auto")?;
     // 192.0.2.32–35 are checked ahead.
     std::thread::sleep(Duration::from_secs(2));
-    agent.apply(&plan(1))?;
+    agent.apply(plan(1))?;
     let answered = bench.pins()?.addresses()?.iter().filter(|(_, value)| value.flags & ADDRESS_ANSWER != 0).count();
     assert_eq!(answered, 1);
     bench.peer("ip neigh flush dev ten0p")?;
@@ -536,20 +537,20 @@ fn a_nodes_death_is_written_fast_for_ten_thousand_services() -> Result<()> {
             big.backends.insert(backend.id, plan);
         }
         big.tables = vec![(0..65521).map(|slot| (slot % u32::from(alive)) as u16 + 1).collect::<Vec<_>>().into()];
-        let list: Arc<[FrontendBackend]> = list.into();
+        let list = Backends::from(list);
         for number in 0..10_000_u16 {
-            let mut frontend = template.clone();
-            (frontend.id, frontend.target_port, frontend.backends) = (number + 1, 20_000 + number, Arc::clone(&list));
-            big.frontends.insert(FrontendAddress { port: 1000 + number, ..address }, frontend);
+            let mut frontend = (*template).clone();
+            (frontend.id, frontend.target_port, frontend.backends) = (number + 1, 20_000 + number, list.clone());
+            big.frontends.insert(FrontendAddress { port: 1000 + number, ..address }, frontend.into());
         }
         anyhow::Ok(big)
     };
     let (first, second) = (with(500)?, with(499)?);
     let start = Instant::now();
-    let writes = agent.apply(&first)?.map_writes;
+    let writes = agent.apply(first)?.map_writes;
     eprintln!("all: {writes} writes in {:?}", start.elapsed());
     let start = Instant::now();
-    let writes = agent.apply(&second)?.map_writes;
+    let writes = agent.apply(second.clone())?.map_writes;
     let took = start.elapsed();
     eprintln!("one node less: {writes} writes in {took:?}");
     // 10,000 frontends, 2,048 chunks, one backend.
@@ -557,7 +558,7 @@ fn a_nodes_death_is_written_fast_for_ten_thousand_services() -> Result<()> {
     // The target is 100 ms; a build without optimisation is given ten times as long.
     let limit = if cfg!(debug_assertions) { Duration::from_secs(1) } else { Duration::from_millis(100) };
     assert!(took < limit, "{took:?}");
-    assert_eq!(agent.apply(&second)?.map_writes, 0);
+    assert_eq!(agent.apply(second.clone())?.map_writes, 0);
     Ok(())
 }
 
@@ -844,7 +845,7 @@ fn ipv6_neighbours_and_a_link_local_gateway_are_resolved_and_followed() -> Resul
     let bench = Bench::new()?;
     bench.six()?;
     let mut agent = bench.start("auto")?;
-    agent.apply(&plan6(&agent))?;
+    agent.apply(plan6(&agent))?;
     let pins = bench.pins()?;
     for (address, peer) in [("fe80::1", "ten0p"), ("2001:db8:f::11", "hub0p"), ("192.0.2.1", "ten0p")] {
         let mac = mac_of(&bench, peer)?;
@@ -886,7 +887,7 @@ fn a61_groups_of_ipv6_vips_stay_joined_without_the_agent_until_detach() -> Resul
     let bench = Bench::new()?;
     bench.six()?;
     let mut agent = bench.start("auto")?;
-    agent.apply(&plan6(&agent))?;
+    agent.apply(plan6(&agent))?;
     let joined = || -> Result<(bool, bool)> {
         let text = run("ip maddr show dev ten0")?;
         let filter = text.lines().any(|line| line.contains("33:33:ff:00:00:34") && line.contains("static"));
@@ -916,15 +917,15 @@ fn a61_a_group_is_left_with_its_last_vip() -> Result<()> {
     let bench = Bench::new()?;
     bench.six()?;
     let mut agent = bench.start("auto")?;
-    agent.apply(&plan6(&agent))?;
+    agent.apply(plan6(&agent))?;
     let listed = || -> Result<usize> {
         Ok(run("ip maddr show dev ten0")?.matches("ff00:34").count()
             + usize::from(run("ip maddr show dev ten0")?.contains("33:33:ff:00:00:34")))
     };
     eventually(Duration::from_secs(2), "joined", || Ok(listed()? == 2))?;
-    agent.apply(&plan(1))?;
+    agent.apply(plan(1))?;
     eventually(Duration::from_secs(2), "left", || Ok(listed()? == 0))?;
-    agent.apply(&plan6(&agent))?;
+    agent.apply(plan6(&agent))?;
     eventually(Duration::from_secs(2), "joined again", || Ok(listed()? == 2))?;
     drop(agent);
     let detached = dataplane::detach(&bench.bpffs())?;
@@ -939,7 +940,7 @@ fn b31_ipv6_addresses_are_asked_for_then_announced_three_times_within_three_seco
     bench.six()?;
     let station = Station::new(&bench, "ten0p")?;
     let mut agent = bench.start("auto")?;
-    agent.apply(&plan6(&agent))?;
+    agent.apply(plan6(&agent))?;
     let pins = bench.pins()?;
     let announced = || station.seen(|vlan, frame| vlan == 0 && advertises(frame, VIP6));
     eventually(Duration::from_secs(6), "three announcements", || Ok(announced().len() >= 3))?;
@@ -977,7 +978,7 @@ fn an_ipv6_address_that_another_station_has_is_not_answered_for() -> Result<()> 
     bench.six()?;
     bench.peer(&format!("ip addr add {VIP6}/64 dev ten0p nodad"))?;
     let mut agent = bench.start("auto")?;
-    agent.apply(&plan6(&agent))?;
+    agent.apply(plan6(&agent))?;
     let (taken, pins) = (agent.taken(), bench.pins()?);
     eventually(Duration::from_secs(3), "the conflict", || {
         Ok(taken.borrow().iter().any(|(segment, address)| segment.interface == "ten0" && address.to_string() == VIP6))
@@ -1028,7 +1029,7 @@ fn a22_neighbours_in_a_vlan_are_asked_for_with_its_tag() -> Result<()> {
     assert!(offload(&config));
     let mut agent = Dataplane::start(&config, OBJECT)?;
     assert!(!offload(&config), "it is off while lbd serves VLANs");
-    agent.apply(&vlan_plan(&agent))?;
+    agent.apply(vlan_plan(&agent))?;
     let pins = bench.pins()?;
     for (address, last) in [("192.0.2.1", 1), ("fe80::1", 6)] {
         eventually(Duration::from_secs(3), address, || {
@@ -1133,7 +1134,7 @@ fn a59_an_interface_made_anew_serves_again_within_5_s() -> Result<()> {
     let mut agent = bench.start("auto")?;
     // Five seconds; more where the kernel's verifier is slow because the machine has other things to do.
     let limit = Duration::from_secs(5).max(start.elapsed());
-    agent.apply(&plan6(&agent))?;
+    agent.apply(plan6(&agent))?;
     let pins = bench.pins()?;
     eventually(Duration::from_secs(3), "answered", || Ok(answered(&pins, VIP6)? && answered(&pins, "192.0.2.34")?))?;
     eventually(Duration::from_secs(3), "resolved", || Ok(hop(&pins, "192.0.2.1")?.flags & NEXT_HOP_RESOLVED != 0))?;
@@ -1175,7 +1176,7 @@ fn a59_down_and_up_changes_nothing() -> Result<()> {
     let bench = Bench::new()?;
     bench.six()?;
     let mut agent = bench.start("auto")?;
-    agent.apply(&plan6(&agent))?;
+    agent.apply(plan6(&agent))?;
     let pins = bench.pins()?;
     let resolved = |address: &str| Ok(hop(&pins, address)?.flags & NEXT_HOP_RESOLVED != 0);
     for address in ["192.0.2.1", "fe80::1", "10.0.0.11", "2001:db8:f::11"] {
@@ -1222,13 +1223,13 @@ fn a59_down_and_up_changes_nothing() -> Result<()> {
 fn a_renamed_interface_goes_on_and_a_new_mtu_is_known() -> Result<()> {
     let bench = Bench::new()?;
     let mut agent = bench.start("auto")?;
-    agent.apply(&plan(1))?;
+    agent.apply(plan(1))?;
     let pins = bench.pins()?;
     eventually(Duration::from_secs(3), "answered", || answered(&pins, "192.0.2.34"))?;
     for address in ["192.0.2.1", "10.0.0.11"] {
         eventually(Duration::from_secs(5), address, || Ok(hop(&pins, address)?.flags & NEXT_HOP_RESOLVED != 0))?;
     }
-    assert_eq!(agent.apply(&plan(1))?.map_writes, 0);
+    assert_eq!(agent.apply(plan(1))?.map_writes, 0);
     let (program, segments, hops) = (Bench::attached("ten0")?, pins.segments()?, pins.next_hops()?);
     let facts = agent.facts();
     run("ip link set ten0 down && ip link set ten0 name lan0 && ip link set lan0 up")?;
@@ -1237,7 +1238,7 @@ fn a_renamed_interface_goes_on_and_a_new_mtu_is_known() -> Result<()> {
         Ok(facts.interfaces.contains_key("lan0") && facts.interfaces["ten0"].up)
     })?;
     assert_eq!((Bench::attached("lan0")?, pins.segments()?, pins.next_hops()?), (program, segments, hops));
-    assert_eq!(agent.apply(&plan(1))?.map_writes, 0);
+    assert_eq!(agent.apply(plan(1))?.map_writes, 0);
     assert!(answered(&pins, "192.0.2.34")?);
     run("ip link set lan0 mtu 1400")?;
     eventually(Duration::from_secs(2), "the new MTU", || {
@@ -1254,9 +1255,9 @@ fn a_plan_comes_and_goes_through_the_real_maps() -> Result<()> {
     let mut agent = bench.start("auto")?;
     let many = plan(10);
     agent.fail_writes("frontends", 2);
-    assert!(matches!(agent.apply(&many), Err(DataplaneError::Partial { failed: 2, .. })));
+    assert!(matches!(agent.apply(many.clone()), Err(DataplaneError::Partial { failed: 2, .. })));
     assert_eq!(bench.pins()?.frontends()?.len(), 8);
-    assert_eq!(agent.apply(&many)?.map_writes, 2);
+    assert_eq!(agent.apply(many.clone())?.map_writes, 2);
     let pins = bench.pins()?;
     let frontends = pins.frontends()?;
     assert_eq!((frontends.len(), pins.backends()?.len(), pins.segments()?.len()), (10, 1, 2));
@@ -1272,9 +1273,9 @@ fn a_plan_comes_and_goes_through_the_real_maps() -> Result<()> {
     assert!(pins.reasons().is_ok() && pins.frontend_counters()?.is_empty());
     let mut fewer = plan(1);
     fewer.resets.extend((2..=10).map(Reset::Frontend));
-    agent.apply(&fewer)?;
+    agent.apply(fewer)?;
     assert_eq!((pins.frontends()?.len(), pins.backends()?.len()), (1, 1));
-    agent.apply(&Plan::default())?;
+    agent.apply(Plan::default())?;
     assert_eq!((pins.frontends()?.len(), pins.backends()?.len(), pins.segments()?.len()), (0, 0, 0));
     assert!(pins.addresses()?.is_empty());
     Ok(())
@@ -1317,7 +1318,7 @@ fn a_map_whose_pin_is_lost_is_made_anew_for_the_program_too() -> Result<()> {
 fn an_interface_made_anew_twice_in_a_moment_is_attached_again() -> Result<()> {
     let bench = Bench::new()?;
     let mut dataplane = bench.start("auto")?;
-    dataplane.apply(&plan(1))?;
+    dataplane.apply(plan(1))?;
     for _ in 0..2 {
         run("ip link del ten0")?;
         bench.veth("ten0", "192.0.2.2/24", "192.0.2.1/24")?;

@@ -26,7 +26,7 @@ const TENURE: u64 = 1 << 20;
 /// What the main loop needs of the data plane; a test may put something else in its place.
 pub(crate) trait Maps {
     /// See [`Dataplane::apply`].
-    fn apply(&mut self, plan: &Plan) -> Result<Applied, DataplaneError>;
+    fn apply(&mut self, plan: &Arc<Plan>) -> Result<Applied, DataplaneError>;
     /// See [`Dataplane::reconfigure`].
     fn reconfigure(&mut self, config: &Config) -> Result<(), DataplaneError>;
     /// See [`Dataplane::attached`].
@@ -38,8 +38,8 @@ pub(crate) trait Maps {
 }
 
 impl Maps for Dataplane {
-    fn apply(&mut self, plan: &Plan) -> Result<Applied, DataplaneError> {
-        Self::apply(self, plan)
+    fn apply(&mut self, plan: &Arc<Plan>) -> Result<Applied, DataplaneError> {
+        Self::apply(self, Arc::clone(plan))
     }
 
     fn reconfigure(&mut self, config: &Config) -> Result<(), DataplaneError> {
@@ -135,14 +135,50 @@ impl Assigned {
         }
     }
 
+    /// Whether everything but the inventory is the same.
     fn is_same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.config, &other.config)
-            && Arc::ptr_eq(&self.inventory, &other.inventory)
             && self.host == other.host
             && self.taken == other.taken
             && self.role == other.role
             && self.generation == other.generation
             && self.minute == other.minute
+    }
+}
+
+/// What a plan was made from.
+struct Planned {
+    config: Arc<Config>,
+    inventory: Arc<Inventory>,
+    assignments: Arc<Assignments>,
+    health: Arc<Health>,
+    host: HostFacts,
+    role: Role,
+    blind: Option<Duration>,
+}
+
+impl Planned {
+    fn from(config: &Arc<Config>, assignments: &Arc<Assignments>, inputs: &Inputs) -> Self {
+        Self {
+            config: Arc::clone(config),
+            inventory: Arc::clone(&inputs.inventory),
+            assignments: Arc::clone(assignments),
+            health: Arc::clone(&inputs.health),
+            host: inputs.host.clone(),
+            role: inputs.role.clone(),
+            blind: inputs.blind,
+        }
+    }
+
+    /// Whether the plan would be the same: it does not depend on what the statuses of Services show.
+    fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.config, &other.config)
+            && Arc::ptr_eq(&self.assignments, &other.assignments)
+            && Arc::ptr_eq(&self.health, &other.health)
+            && self.host == other.host
+            && self.role == other.role
+            && self.blind == other.blind
+            && self.inventory.is_same_but_for_statuses(&other.inventory)
     }
 }
 
@@ -179,8 +215,11 @@ pub(crate) struct Core<M> {
     pub(super) counts: Counts,
     pub(super) events: Events,
     assigned: Option<Assigned>,
-    /// Revision of the ids on disk.
-    saved_ids: Option<u64>,
+    planned: Option<Planned>,
+    /// Grows whenever something has changed that statuses are made of.
+    pub(super) revision: u64,
+    /// Revisions of the ids on disk: of all of them, and of what must be there before the maps change.
+    saved_ids: Option<(u64, u64)>,
     saved_generation: Option<u64>,
     /// What has been made of the cluster's record.
     found: Option<Arc<Found>>,
@@ -208,6 +247,8 @@ impl<M: Maps> Core<M> {
             counts: Counts::default(),
             events: Events::default(),
             assigned: None,
+            planned: None,
+            revision: 0,
             saved_ids: None,
             saved_generation: None,
             found: None,
@@ -334,20 +375,41 @@ impl<M: Maps> Core<M> {
         let standby = inputs.role != Role::Acting;
         self.take_record(inputs, now);
         let assigned = Assigned::from(&self.config, inputs, self.ipam.record().generation, now);
-        // Nothing of it has changed when only a probe has: a node that dies must be out of the maps at once.
-        if !self.assigned.as_ref().is_some_and(|before| before.is_same(&assigned)) {
+        // Nothing of it has changed when only a probe or a node has: one that dies must be out of the maps at once.
+        let same = self.assigned.as_ref().is_some_and(|before| {
+            before.is_same(&assigned)
+                && self.ipam.decides_the_same(&self.config, &self.assignments, &before.inventory, &assigned.inventory)
+        });
+        if same {
+            self.assigned = Some(assigned);
+        } else {
             self.assignments = Arc::new(if standby {
                 self.frozen(&self.config, inputs, now)
             } else {
                 self.ipam.assign(&self.config, &inputs.inventory, &inputs.host, &inputs.taken, now.as_second())
             });
             self.assigned = Some(Assigned { generation: self.ipam.record().generation, ..assigned });
+            self.revision += 1;
         }
+        let planned = Planned::from(&self.config, &self.assignments, inputs);
+        let same = self.planned.as_ref().is_some_and(|before| before.is_same(&planned));
+        self.planned = Some(planned);
+        if same && self.in_maps && self.plan.resets.is_empty() {
+            self.keep_records(now);
+            self.tell_notices(inputs, now);
+            return true;
+        }
+        self.revision += 1;
         let mut plan =
             self.planner.plan(&self.config, &inputs.inventory, &self.assignments, &inputs.health, &inputs.host);
         restrain(&mut plan, inputs);
         self.keep_records(now);
-        let done = if self.in_maps && *self.plan == plan { true } else { self.apply(plan, now) };
+        let done = if self.in_maps && *self.plan == plan {
+            self.keep_ids(now);
+            true
+        } else {
+            self.apply(plan, now)
+        };
         self.tell_notices(inputs, now);
         done
     }
@@ -362,12 +424,15 @@ impl<M: Maps> Core<M> {
     /// Puts a plan into the maps.
     pub(super) fn apply(&mut self, plan: Plan, now: Timestamp) -> bool {
         self.plan = Arc::new(plan);
+        self.revision += 1;
         let result = self.maps.apply(&self.plan);
         self.in_maps = result.is_ok();
+        if result.is_ok() {
+            self.planner.applied();
+        }
+        self.keep_ids(now);
         match result {
             Ok(applied) => {
-                self.planner.applied();
-                self.keep_ids(now);
                 self.ever = true;
                 self.counts.map_writes += applied.map_writes;
                 self.counts.flows_reset += applied.flows_reset;
@@ -435,10 +500,12 @@ impl<M: Maps> Core<M> {
             .chain(&exhaustion::notices(&inputs.exhausted))
             .cloned()
             .collect();
-        self.events.set_lasting(all, now);
+        if self.events.set_lasting(all, now) {
+            self.revision += 1;
+        }
     }
 
-    /// Addresses must be on disk before anybody is told of them, ids before the maps hold them.
+    /// Addresses must be on disk before anybody is told of them, ids given out before the maps hold them.
     pub(super) fn keep_records(&mut self, now: Timestamp) {
         let generation = self.ipam.record().generation;
         if self.record.generation != generation {
@@ -450,11 +517,14 @@ impl<M: Maps> Core<M> {
                 Err(error) => self.tell(true, "StateNotSaved", &error.to_string(), now),
             }
         }
-        self.keep_ids(now);
+        // What can wait until the maps are written does: a node that dies must be out of them at once.
+        if self.saved_ids.map(|(_, binding)| binding) != Some(self.planner.binding_ids_revision()) {
+            self.keep_ids(now);
+        }
     }
 
     fn keep_ids(&mut self, now: Timestamp) {
-        let revision = self.planner.ids_revision();
+        let revision = (self.planner.ids_revision(), self.planner.binding_ids_revision());
         if self.saved_ids == Some(revision) {
             return;
         }
@@ -490,6 +560,7 @@ pub(super) fn restrain(plan: &mut Plan, inputs: &Inputs) {
 /// Nobody knows any more whose the NodePorts are: flows go on, new ones are refused.
 fn refuse_new(plan: &mut Plan, most: Duration) {
     for frontend in plan.frontends.values_mut().filter(|frontend| frontend.service.is_some()) {
+        let frontend = Arc::make_mut(frontend);
         frontend.table = None;
         if frontend.backends.iter().any(|backend| backend.serving) {
             let backends = frontend.backends.iter().cloned();
@@ -541,6 +612,9 @@ tenants:
         pub failures: u32,
         pub reconfigured: u32,
         pub flows: Vec<Flow>,
+        /// A file, and what it held whenever a plan came.
+        pub watched: std::path::PathBuf,
+        pub seen: Vec<String>,
     }
 
     /// A data plane without a kernel.
@@ -548,13 +622,15 @@ tenants:
     pub(crate) struct FakeMaps(pub Rc<RefCell<Record>>);
 
     impl Maps for FakeMaps {
-        fn apply(&mut self, plan: &Plan) -> Result<Applied, DataplaneError> {
+        fn apply(&mut self, plan: &Arc<Plan>) -> Result<Applied, DataplaneError> {
             let mut record = self.0.borrow_mut();
+            let seen = std::fs::read_to_string(&record.watched).unwrap_or_default();
+            record.seen.push(seen);
             if record.failures > 0 {
                 record.failures -= 1;
                 return Err(DataplaneError::Partial { failed: 1, first: "frontends: injected".to_owned() });
             }
-            record.plans.push(plan.clone());
+            record.plans.push((**plan).clone());
             Ok(Applied { map_writes: 1, flows_reset: 0 })
         }
 
@@ -734,11 +810,64 @@ mod tests {
     }
 
     #[test]
-    fn records_are_on_disk_before_the_maps_change() {
+    fn ids_are_on_disk_before_the_maps_hold_them() {
         let mut bench = Bench::new();
-        bench.round();
         let state = bench.directory.path().join("state");
-        assert!(state.join(IDS).exists());
+        bench.maps.0.borrow_mut().watched = state.join(IDS);
+        bench.round();
         assert!(state.join(ADDRESSES).exists());
+        // A node comes: it has got an id. One goes: that is found again by whoever comes after, and is written afterwards.
+        let mut inventory = Inventory { complete: true, ..Inventory::default() };
+        let node = |uid: &str| crate::source::Node {
+            uid: uid.to_owned(),
+            addresses: vec!["10.0.0.21".parse().unwrap()],
+            excluded: false,
+        };
+        let mut service = crate::plan::testing::service("uid-one", &[(443, 30443)]);
+        inventory.nodes.insert("node-one".to_owned(), node("uid-node"));
+        service.kind = crate::source::ServiceKind::NodePort;
+        let name = ObjectName::new("n", "s");
+        inventory.services.insert(name.clone(), service.clone());
+        let mut config = crate::config::load(&bench.path()).unwrap();
+        config.tenants[0].frontends[0].service = Some(("n".to_owned(), "s".to_owned()));
+        config.tenants[0].frontends[0].backends.clear();
+        bench.core.config = Arc::new(config);
+        let take = |bench: &mut Bench, inventory: &Inventory| {
+            bench.inputs.inventory = Arc::new(inventory.clone());
+            assert!(bench.round());
+            let now = std::fs::read_to_string(bench.directory.path().join("state").join(IDS)).unwrap();
+            (bench.maps.0.borrow().seen.last().unwrap().clone(), now)
+        };
+        let (before, _) = take(&mut bench, &inventory);
+        assert!(before.contains("node-one") && before.contains("30443"), "{before}");
+        inventory.services.get_mut(&name).unwrap().ports[0].node_port = 30444;
+        let (before, _) = take(&mut bench, &inventory);
+        assert!(before.contains("30444"), "the owner of a NodePort: {before}");
+        inventory.nodes.insert("node-two".to_owned(), node("uid-other"));
+        inventory.nodes.remove("node-one");
+        let (before, _) = take(&mut bench, &inventory);
+        assert!(before.contains("node-two"), "whose the address is: {before}");
+        inventory.nodes.remove("node-two");
+        let (_, after) = take(&mut bench, &inventory);
+        assert!(!after.contains("node-two"), "{after}");
+    }
+
+    #[test]
+    fn what_a_status_shows_makes_no_other_plan() {
+        let mut bench = Bench::new();
+        let mut inventory = Inventory { complete: true, ..Inventory::default() };
+        let name = ObjectName::new("n", "s");
+        inventory.services.insert(name.clone(), crate::plan::testing::service("uid-one", &[(443, 30443)]));
+        bench.inputs.inventory = Arc::new(inventory.clone());
+        while bench.round() && !bench.core.plan.resets.is_empty() {}
+        let (plan, revision) = (Arc::clone(&bench.core.plan), bench.core.revision);
+        inventory.services.get_mut(&name).unwrap().published = true;
+        bench.inputs.inventory = Arc::new(inventory.clone());
+        assert!(bench.round());
+        assert!(Arc::ptr_eq(&plan, &bench.core.plan) && bench.core.revision == revision);
+        inventory.services.get_mut(&name).unwrap().ports[0].node_port = 1;
+        bench.inputs.inventory = Arc::new(inventory);
+        assert!(bench.round());
+        assert!(bench.core.revision > revision);
     }
 }

@@ -26,8 +26,8 @@ struct Paper {
 }
 
 impl Maps for Paper {
-    fn apply(&mut self, plan: &Plan) -> Result<Applied, DataplaneError> {
-        self.plans.push(plan.clone());
+    fn apply(&mut self, plan: &Arc<Plan>) -> Result<Applied, DataplaneError> {
+        self.plans.push((**plan).clone());
         Ok(Applied::default())
     }
 

@@ -252,7 +252,7 @@ mod tests {
             let vip: SocketAddr = VIPS[usize::from(id) - 1].parse().unwrap();
             plan.frontends.insert(
                 FrontendAddress { segment: 3, vip: vip.ip(), port: vip.port(), protocol: Protocol::Tcp },
-                frontend(id, (id == 1).then_some("hcp/api"), 100),
+                Arc::new(frontend(id, (id == 1).then_some("hcp/api"), 100)),
             );
         }
         plan

@@ -60,6 +60,8 @@ pub(super) struct Hub {
     stranger: Option<String>,
     /// Statuses that wait until the record with their addresses is kept: the next, and the newest.
     queued: Vec<(u64, BTreeMap<ObjectName, DesiredStatus>)>,
+    /// Revision of what statuses were last made of.
+    written: Option<u64>,
 }
 
 struct Parts {
@@ -122,6 +124,7 @@ impl Hub {
             cluster: None,
             stranger: None,
             queued: Vec::new(),
+            written: None,
         };
         let Some(settings) = &config.hub.kubernetes else { return Ok(hub) };
         let identity = state.identity().map_err(super::AgentError::State)?;
@@ -325,8 +328,14 @@ impl Hub {
             parts.status.pause();
             parts.events.set(Vec::new());
             self.queued.clear();
+            self.written = None;
             return;
         }
+        if self.written == Some(core.revision) {
+            self.flush(core.saved());
+            return;
+        }
+        self.written = Some(core.revision);
         parts.record.set(&core.record);
         parts.events.set(for_owners(core));
         let desired = desired(core, &inputs.inventory);

@@ -1,6 +1,6 @@
 //! Reload: all or nothing.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
@@ -200,7 +200,7 @@ fn changes(old: &Plan, new: &Plan) -> Vec<String> {
     for (address, line) in changed {
         let (Some(a), Some(b)) = (old.frontends.get(&address), new.frontends.get(&address)) else { continue };
         // Where the table stands and which id it has say nothing to an operator.
-        let same = FrontendPlan { table: b.table, id: b.id, ..a.clone() } == *b;
+        let same = FrontendPlan { table: b.table, id: b.id, ..(**a).clone() } == **b;
         if !same {
             lines.push(line);
         }
@@ -236,8 +236,9 @@ struct Cuts {
 impl Cuts {
     fn of(old: &Plan, new: &Plan) -> Self {
         let mut cuts = Self::default();
+        let kept: BTreeSet<_> = new.frontends.values().map(|frontend| frontend.id).collect();
         for (address, frontend) in &old.frontends {
-            if !new.frontends.values().any(|other| other.id == frontend.id) {
+            if !kept.contains(&frontend.id) {
                 cuts.frontends.push(frontend.id);
                 cuts.names.push(format!("{} at {}", name(frontend), SocketAddr::new(address.vip, address.port)));
             }
@@ -250,7 +251,7 @@ impl Cuts {
             cuts.names.push(match reset {
                 Reset::Frontend(id) | Reset::Backend { frontend: id, .. } => {
                     let named = old.frontends.values().find(|frontend| frontend.id == *id);
-                    named.map_or_else(|| format!("frontend #{id}"), name)
+                    named.map_or_else(|| format!("frontend #{id}"), |frontend| name(frontend))
                 }
                 Reset::Address(_, address) => format!("backend {address}"),
                 Reset::Source(_, address) => format!("source {address}"),

@@ -1,6 +1,6 @@
 //! The plan and the health of backends, as `lbctl` shows them.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::api::types::{
 };
 use crate::config::{AddressRange, Config, Mode, SegmentName, Tenant};
 use crate::ipam::{self, RESERVED, Record};
-use crate::plan::model::{FrontendAddress, FrontendBackend, FrontendPlan, Health, HostFacts, Plan};
+use crate::plan::model::{FrontendAddress, FrontendBackend, FrontendPlan, FrontendProbe, Health, HostFacts, Plan};
 
 /// Seconds that a source may be away before it is a problem: watches are renewed now and then.
 const SOURCE_GRACE: u64 = 5;
@@ -263,7 +263,7 @@ pub(crate) struct Tally {
 }
 
 impl Tally {
-    pub(crate) fn of(frontend: &FrontendPlan, health: &Health) -> Self {
+    fn of(frontend: &FrontendPlan, health: &Health) -> Self {
         let mut tally = Self::default();
         for backend in reachable(frontend) {
             tally.serving += u32::from(backend.serving && frontend.table.is_some());
@@ -299,10 +299,33 @@ impl Tally {
     }
 }
 
+/// Tallies of many frontends: those that share their backends and how these are probed are counted once.
+pub(crate) struct Tallies<'a> {
+    health: &'a Health,
+    known: HashMap<(*const FrontendBackend, *const FrontendProbe, bool, u16), Tally>,
+}
+
+impl<'a> Tallies<'a> {
+    pub(crate) fn new(health: &'a Health) -> Self {
+        Self { health, known: HashMap::new() }
+    }
+
+    pub(crate) fn of(&mut self, frontend: &FrontendPlan) -> Tally {
+        let probe = frontend.probe.as_ref();
+        // Where the frontend's own port is not asked, it counts only whether it has one.
+        let own = probe.is_some_and(|probe| probe.ports.is_empty());
+        let port = if own { frontend.target_port } else { u16::from(frontend.target_port != 0) };
+        let key =
+            (frontend.backends.as_ptr(), probe.map_or(std::ptr::null(), Arc::as_ptr), frontend.table.is_some(), port);
+        *self.known.entry(key).or_insert_with(|| Tally::of(frontend, self.health))
+    }
+}
+
 /// All frontends of a plan.
 pub(crate) fn services(plan: &Plan, health: &Health) -> Vec<Service> {
-    let service = |(address, frontend): (&FrontendAddress, &FrontendPlan)| {
-        let tally = Tally::of(frontend, health);
+    let mut tallies = Tallies::new(health);
+    let service = |(address, frontend): (&FrontendAddress, &Arc<FrontendPlan>)| {
+        let tally = tallies.of(frontend);
         Service {
             tenant: tenant(plan, frontend),
             service: label(frontend),
@@ -512,10 +535,9 @@ pub(crate) fn labels(plan: &Plan, address: &FrontendAddress, frontend: &Frontend
 /// Whether two plans have the same names for the same ids.
 pub(crate) fn same_names(a: &Plan, b: &Plan) -> bool {
     a.frontends.len() == b.frontends.len()
-        && a.frontends
-            .values()
-            .zip(b.frontends.values())
-            .all(|(a, b)| (a.id, a.tenant, &a.name, &a.service) == (b.id, b.tenant, &b.name, &b.service))
+        && a.frontends.values().zip(b.frontends.values()).all(|(a, b)| {
+            Arc::ptr_eq(a, b) || (a.id, a.tenant, &a.name, &a.service) == (b.id, b.tenant, &b.name, &b.service)
+        })
         && a.segments == b.segments
         && a.tenants
             .iter()

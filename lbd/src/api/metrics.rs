@@ -11,7 +11,7 @@ use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::{Registry, Unit};
 use tokio::sync::watch;
 
-use crate::agent::view::{self, Tally, View};
+use crate::agent::view::{self, Tallies, Tally, View};
 use crate::api::types::{TenantFill, lease_state};
 use crate::dataplane::Pins;
 use crate::flows::fill::FAMILIES;
@@ -171,13 +171,14 @@ fn source_label(name: &str) -> Labels {
 }
 
 fn plan(encoder: &mut DescriptorEncoder<'_>, view: &View) -> fmt::Result {
+    let mut counted = Tallies::new(&view.health);
     let tallies: Vec<_> = view
         .plan
         .frontends
         .iter()
         .map(|(address, frontend)| {
             let labels = view::labels(&view.plan, address, frontend);
-            (labels, Tally::of(frontend, &view.health))
+            (labels, counted.of(frontend))
         })
         .collect();
     let gauges: [(&str, &str, Value); 4] = [

@@ -192,6 +192,11 @@ impl Claims {
             .collect()
     }
 
+    /// Whether an address is ours to answer for.
+    pub(super) fn is_ours(&self, place: Place) -> bool {
+        self.claims.get(&place).is_some_and(|claim| matches!(claim.state, State::Ours { .. }))
+    }
+
     /// Addresses that another station has, also while asking again.
     pub(super) fn taken(&self) -> BTreeMap<Place, [u8; 6]> {
         self.claims

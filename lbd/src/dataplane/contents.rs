@@ -1,7 +1,7 @@
 //! Pure: from the plan to the keys and values of the maps.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::net::IpAddr;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::net::{IpAddr, Ipv4Addr};
 
 use ipnet::IpNet;
 use lbd_common::abi::{
@@ -360,20 +360,53 @@ pub(super) fn local_address(plan: &AddressPlan, answer: bool) -> LocalAddress {
 /// All of map `addresses`: the plan's addresses, its backends, and the ports that those serve. `answer` says whether no other station
 /// has the address.
 pub(super) fn addresses(plan: &Plan, answer: impl Fn(SegmentId, IpAddr) -> bool) -> BTreeMap<AddressKey, LocalAddress> {
-    let mut wanted: BTreeMap<AddressKey, LocalAddress> = plan
-        .addresses
+    let known = plan.addresses.iter().map(|(&(segment, address), address_plan)| {
+        (address_key(segment, address), local_address(address_plan, !plan.quiet && answer(segment, address)))
+    });
+    let mut all: Vec<(AddressKey, LocalAddress)> = known.collect();
+    // What comes for a tenant's VIP on a hub segment is known by segment 0, unless the address means something there itself.
+    let on_hub: BTreeSet<IpAddr> = plan
+        .segments
         .iter()
-        .map(|(&(segment, address), address_plan)| {
-            (address_key(segment, address), local_address(address_plan, !plan.quiet && answer(segment, address)))
-        })
+        .filter(|(_, it)| it.hub_side)
+        .flat_map(|(&hub, _)| of_segment(plan, hub).map(|(address, _)| address))
         .collect();
+    let vips = plan.addresses.iter().filter(|(_, known)| known.vip).map(|(&(_, address), _)| address);
+    let value = LocalAddress { flags: ADDRESS_VIP, ..LocalAddress::ZERO };
+    all.extend(vips.filter(|vip| !on_hub.contains(vip)).map(|vip| (address_key(ANY_SEGMENT, vip), value)));
+    // Made in one go, a map of many costs a fraction of as many inserts.
+    let mut wanted: BTreeMap<AddressKey, LocalAddress> = all.into_iter().collect();
     for backend in plan.backends.values() {
         wanted.entry(address_key(backend.segment, backend.address)).or_insert(LocalAddress::ZERO).flags |=
             ADDRESS_BACKEND;
     }
+    let mut ports: BTreeMap<AddressKey, LocalAddress> = target_ports(plan)
+        .into_iter()
+        .map(|(segment, port)| {
+            (port_key(segment, port), LocalAddress { flags: ADDRESS_TARGET_PORT, ..LocalAddress::ZERO })
+        })
+        .collect();
+    for (&id, segment) in &plan.segments {
+        for &port in &segment.host_ports {
+            ports.entry(port_key(id, port)).or_insert(LocalAddress::ZERO).flags |= ADDRESS_HOST_PORT;
+        }
+    }
+    wanted.append(&mut ports);
+    wanted
+}
+
+/// The plan's addresses in a segment.
+fn of_segment(plan: &Plan, segment: SegmentId) -> impl Iterator<Item = (IpAddr, &AddressPlan)> {
+    let first = IpAddr::V4(Ipv4Addr::UNSPECIFIED);
+    let rest = plan.addresses.range((segment, first)..);
+    rest.take_while(move |((at, _), _)| *at == segment).map(|(&(_, address), known)| (address, known))
+}
+
+/// The ports that backends serve, with their segments, each once.
+fn target_ports(plan: &Plan) -> Vec<(SegmentId, u16)> {
     // Many frontends share a list of backends: what it says is looked up once.
-    let mut lists: BTreeMap<*const FrontendBackend, BTreeSet<(SegmentId, u16)>> = BTreeMap::new();
-    let mut ports: BTreeSet<(SegmentId, u16)> = BTreeSet::new();
+    let mut lists: HashMap<*const FrontendBackend, BTreeSet<(SegmentId, u16)>> = HashMap::new();
+    let mut ports: Vec<(SegmentId, u16)> = Vec::with_capacity(plan.frontends.len());
     for frontend in plan.frontends.values() {
         let list = lists.entry(frontend.backends.as_ptr()).or_insert_with(|| {
             let place = |backend: &FrontendBackend| Some((plan.backends.get(&backend.id)?.segment, backend.port));
@@ -382,23 +415,10 @@ pub(super) fn addresses(plan: &Plan, answer: impl Fn(SegmentId, IpAddr) -> bool)
         ports
             .extend(list.iter().map(|&(segment, port)| (segment, if port == 0 { frontend.target_port } else { port })));
     }
-    for (segment, port) in ports.into_iter().filter(|&(_, port)| port != 0) {
-        wanted.entry(port_key(segment, port)).or_insert(LocalAddress::ZERO).flags |= ADDRESS_TARGET_PORT;
-    }
-    for (&id, segment) in &plan.segments {
-        for &port in &segment.host_ports {
-            wanted.entry(port_key(id, port)).or_insert(LocalAddress::ZERO).flags |= ADDRESS_HOST_PORT;
-        }
-    }
-    // What comes for a tenant's VIP on a hub segment is known by segment 0, unless the address means something there itself.
-    let hubs: Vec<SegmentId> = plan.segments.iter().filter(|(_, it)| it.hub_side).map(|(&id, _)| id).collect();
-    for (&(_, address), _) in plan.addresses.iter().filter(|(_, known)| known.vip) {
-        if !hubs.iter().any(|&hub| plan.addresses.contains_key(&(hub, address))) {
-            let value = LocalAddress { flags: ADDRESS_VIP, ..LocalAddress::ZERO };
-            wanted.insert(address_key(ANY_SEGMENT, address), value);
-        }
-    }
-    wanted
+    ports.retain(|&(_, port)| port != 0);
+    ports.sort_unstable();
+    ports.dedup();
+    ports
 }
 
 /// Chunks of a table with this many slots.
@@ -657,7 +677,7 @@ mod tests {
         let backend = BackendPlan { address: list[0].address, port: 22, segment: 1, node: None, eligible: true };
         plan.backends.insert(4, backend);
         let at = FrontendAddress { segment: 2, vip: list[0].address, port: 22, protocol: Protocol::Udp };
-        plan.frontends.insert(at, keeping(&list));
+        plan.frontends.insert(at, keeping(&list).into());
         let wanted = addresses(&plan, |_, _| false);
         assert_eq!(wanted[&port_key(1, 22)].flags, ADDRESS_HOST_PORT | ADDRESS_TARGET_PORT);
         assert_eq!(wanted[&port_key(1, 9100)].flags, ADDRESS_HOST_PORT);

@@ -314,11 +314,14 @@ impl Engine {
     }
 
     /// See [`super::Dataplane::apply`].
-    pub(super) fn apply(&mut self, plan: &Plan, now: Instant) -> Result<Applied, DataplaneError> {
+    pub(super) fn apply(&mut self, plan: &Arc<Plan>, now: Instant) -> Result<Applied, DataplaneError> {
         let mut writer = Writer::new(&self.faults);
         let mut flows_reset = self.reset(&plan.resets, &mut writer);
-        self.plan = Arc::new(plan.clone());
-        self.claim_addresses(now);
+        let before = std::mem::replace(&mut self.plan, Arc::clone(plan));
+        let same = before.quiet == plan.quiet && before.segments == plan.segments && before.addresses == plan.addresses;
+        if !same {
+            self.claim_addresses(now);
+        }
         self.kept.clear();
 
         // What is new, from the back to the front: whatever a packet finds leads to something complete.
@@ -345,13 +348,13 @@ impl Engine {
         self.tables.segments.put_all(&segments, &mut writer);
 
         // What is gone, in reverse.
-        self.tables.segments.retain(|index| segments.contains_key(index), &mut writer);
-        self.tables.addresses.retain(|key| addresses.contains_key(key), &mut writer);
+        self.tables.segments.retain(&segments, &mut writer);
+        self.tables.addresses.retain(&addresses, &mut writer);
         self.remove_frontends(&mut writer);
         self.retire_tables();
         if writer.failed == 0 {
             self.remove_backends(&backends, &mut writer);
-            self.tables.tenants.retain(|id| tenants.contains_key(id), &mut writer);
+            self.tables.tenants.retain(&tenants, &mut writer);
         }
 
         if !plan.resets.is_empty() {
@@ -648,11 +651,11 @@ impl Engine {
 
     fn remove_backends(&mut self, wanted: &BTreeMap<u32, Backend>, writer: &mut Writer) {
         self.tables.backends.put_all(wanted, writer);
-        if self.tables.backends.shadow().keys().any(|id| !wanted.contains_key(id)) {
+        if !self.tables.backends.beyond(wanted).is_empty() {
             if self.programs.is_some() {
                 bpf::barrier();
             }
-            self.tables.backends.retain(|id| wanted.contains_key(id), writer);
+            self.tables.backends.retain(wanted, writer);
         }
     }
 
@@ -671,8 +674,7 @@ impl Engine {
                             backends.get(&u32::from(id)).is_some_and(|wanted| wanted.address == found.address)
                         })
                 };
-                let members: BTreeSet<u16> = table.iter().copied().collect();
-                if !members.into_iter().all(written) {
+                if !members(table).all(written) {
                     writer.fail(format!("map {}: a backend of a lookup table could not be written", names::MAGLEV));
                     return None;
                 }
@@ -721,8 +723,8 @@ impl Engine {
 
     fn add_frontends(&mut self, regions: &[Option<Region>], writer: &mut Writer) {
         let plan = Arc::clone(&self.plan);
-        let mut wanted = BTreeMap::new();
-        let mut owners = BTreeMap::new();
+        let mut wanted = Vec::with_capacity(plan.frontends.len());
+        let mut owners = Vec::with_capacity(plan.frontends.len());
         for (address, frontend) in &plan.frontends {
             let table = match frontend.table {
                 None => (0, 0),
@@ -732,28 +734,27 @@ impl Engine {
                     Some(None) | None => continue,
                 },
             };
-            wanted.insert(contents::frontend_key(address), contents::frontend(address, frontend, table));
-            owners.insert(
-                u32::from(frontend.id),
-                FrontendOwner { tenant: frontend.tenant, timeouts: frontend.timeouts, pad: [0; 2] },
-            );
+            wanted.push((contents::frontend_key(address), contents::frontend(address, frontend, table)));
+            let owner = FrontendOwner { tenant: frontend.tenant, timeouts: frontend.timeouts, pad: [0; 2] };
+            owners.push((u32::from(frontend.id), owner));
         }
-        self.tables.owners.put_all(&owners, writer);
-        self.tables.frontends.put_all(&wanted, writer);
+        // Made in one go, a map of many costs a fraction.
+        self.tables.owners.put_all(&owners.into_iter().collect(), writer);
+        self.tables.frontends.put_all(&wanted.into_iter().collect(), writer);
     }
 
     fn remove_frontends(&mut self, writer: &mut Writer) {
-        let wanted: BTreeSet<FrontendKey> = self.plan.frontends.keys().map(contents::frontend_key).collect();
-        let ids: BTreeSet<u16> = self.plan.frontends.values().map(|frontend| frontend.id).collect();
-        let gone: Vec<u16> = self
-            .tables
-            .frontends
-            .shadow()
-            .iter()
-            .filter(|(key, value)| !wanted.contains(key) && !ids.contains(&value.id))
-            .map(|(_, value)| value.id)
-            .collect();
-        self.tables.frontends.retain(|key| wanted.contains(key), writer);
+        let wanted: BTreeMap<FrontendKey, u16> =
+            self.plan.frontends.iter().map(|(address, it)| (contents::frontend_key(address), it.id)).collect();
+        let mut gone: BTreeSet<u16> =
+            self.tables.frontends.beyond(&wanted).into_iter().map(|(_, value)| value.id).collect();
+        if gone.is_empty() {
+            return;
+        }
+        for id in wanted.values() {
+            gone.remove(id);
+        }
+        self.tables.frontends.retain(&wanted, writer);
         if let Some(programs) = &self.programs {
             for id in gone {
                 // The next frontend with this id shall start from zero.
@@ -828,10 +829,16 @@ impl Engine {
     }
 
     fn wanted_addresses(&self) -> BTreeMap<AddressKey, LocalAddress> {
-        let ours = self.claims.ours();
+        let places = self.places();
         contents::addresses(&self.plan, |segment, address| {
-            self.place(segment, address).is_some_and(|place| ours.contains(&place))
+            places.get(&segment).is_some_and(|at| self.claims.is_ours(Place { address, ..*at }))
         })
+    }
+
+    /// A place in each segment.
+    fn places(&self) -> BTreeMap<SegmentId, Place> {
+        let nowhere = IpAddr::V4(Ipv4Addr::UNSPECIFIED);
+        self.plan.segments.keys().filter_map(|&segment| Some((segment, self.place(segment, nowhere)?))).collect()
     }
 
     /// Follows changes of who has which address.
@@ -844,12 +851,10 @@ impl Engine {
 
     /// Tells [`Claims`] which addresses are needed now and which may be next.
     pub(super) fn claim_addresses(&mut self, now: Instant) {
-        let mut needed = BTreeSet::new();
-        for (&(segment, address), plan) in &self.plan.addresses {
-            if !self.plan.quiet && contents::answered(plan) {
-                needed.extend(self.place(segment, address));
-            }
-        }
+        let places = self.places();
+        let answered = self.plan.addresses.iter().filter(|(_, plan)| !self.plan.quiet && contents::answered(plan));
+        let needed =
+            answered.filter_map(|(&(segment, address), _)| Some(Place { address, ..*places.get(&segment)? })).collect();
         let kept = self.kept.iter().filter_map(|&(segment, address)| self.place(segment, address)).collect();
         let ahead = self.ahead(&needed);
         self.claims.want(&needed, &ahead, &kept, now);
@@ -903,6 +908,17 @@ impl Engine {
         let tenant = planned.or_else(pooled);
         Some(Whose { segment, tenant, service })
     }
+}
+
+/// The backends in a lookup table, each once.
+fn members(table: &[u16]) -> impl Iterator<Item = u16> {
+    let mut seen = vec![false; abi::MAX_BACKENDS as usize];
+    for &id in table {
+        if let Some(seen) = seen.get_mut(usize::from(id)) {
+            *seen = true;
+        }
+    }
+    seen.into_iter().enumerate().filter(|(_, seen)| *seen).map(|(id, _)| id as u16)
 }
 
 /// Whose an address is.
@@ -1155,7 +1171,7 @@ mod tests {
     }
 
     /// One VIP over so many nodes.
-    fn plan(nodes: u8, slots: usize) -> Plan {
+    fn plan(nodes: u8, slots: usize) -> Arc<Plan> {
         let vip: IpAddr = "192.0.2.34".parse().unwrap();
         let mut plan = Plan::default();
         plan.segments.insert(1, segment("ten0", "192.0.2.0/24", true));
@@ -1174,8 +1190,8 @@ mod tests {
         }
         let address = FrontendAddress { segment: 1, vip, port: 6443, protocol: Protocol::Tcp };
         let frontend = FrontendPlan { table: (nodes > 0).then_some(0), ..frontend_plan("api", 30918, &list) };
-        plan.frontends.insert(address, frontend);
-        plan
+        plan.frontends.insert(address, frontend.into());
+        Arc::new(plan)
     }
 
     #[test]
@@ -1209,7 +1225,7 @@ mod tests {
         );
         assert_eq!(engine.apply(&plan(2, 1021), now).unwrap().map_writes, 0);
         assert!(bench.log().is_empty());
-        engine.apply(&Plan::default(), now).unwrap();
+        engine.apply(&Arc::default(), now).unwrap();
         assert_eq!(bench.log(), ["segments", "addresses", "frontends", "backends", "tenants"]);
         assert!(bench.frontends.entries.lock().unwrap().is_empty());
     }
@@ -1349,7 +1365,7 @@ mod tests {
     fn the_first_free_pool_addresses_are_checked_ahead() {
         let bench = Bench::new();
         let mut engine = bench.engine();
-        engine.plan = Arc::new(plan(1, 1021));
+        engine.plan = plan(1, 1021);
         let needed = BTreeSet::from([Place { interface: 7, vlan: 0, address: IpAddr::from([192, 0, 2, 33]) }]);
         let ahead: Vec<String> = engine.ahead(&needed).iter().map(|place| place.address.to_string()).collect();
         assert_eq!(ahead, ["192.0.2.32", "192.0.2.34", "192.0.2.35", "192.0.2.36"]);
@@ -1381,13 +1397,13 @@ mod tests {
     fn timeouts_are_there_before_a_frontend_refers_to_them() {
         let bench = Bench::new();
         let mut engine = bench.engine();
-        let mut plan = plan(1, 1021);
+        let mut plan = (*plan(1, 1021)).clone();
         let short = crate::config::Timeouts { udp_replied: Duration::from_secs(10), ..config().timeouts };
         plan.timeouts.extend([(0, config().timeouts), (5, short)]);
         for frontend in plan.frontends.values_mut() {
-            frontend.timeouts = 5;
+            Arc::make_mut(frontend).timeouts = 5;
         }
-        engine.apply(&plan, Instant::now()).unwrap();
+        engine.apply(&Arc::new(plan.clone()), Instant::now()).unwrap();
         let log = bench.log();
         let at = |name: &str| log.iter().position(|other| *other == name).unwrap();
         assert!(at("timeouts") < at("owners") && at("owners") < at("frontends"));
@@ -1397,17 +1413,17 @@ mod tests {
         assert_eq!(bench.frontends.entries.lock().unwrap().values().next().unwrap().timeouts, 5);
         // An index that is not used any more holds something sensible.
         plan.timeouts.remove(&5);
-        engine.apply(&plan, Instant::now()).unwrap();
+        engine.apply(&Arc::new(plan), Instant::now()).unwrap();
         assert_eq!(engine.tables.timeouts.get(&5).unwrap().udp_replied, 157);
     }
 
     #[test]
     fn a_vip_is_taken_over_when_it_is_answered_for_anew_and_a_frontend_adopts() {
-        let mut plan = plan(1, 1021);
+        let mut plan = (*plan(1, 1021)).clone();
         let [unanswered, answered] = [false, true].map(|answer| contents::addresses(&plan, |_, _| answer));
         assert!(!taken_over(&plan, &unanswered, &answered), "nobody adopts");
         for frontend in plan.frontends.values_mut() {
-            frontend.adopt = true;
+            Arc::make_mut(frontend).adopt = true;
         }
         assert!(taken_over(&plan, &BTreeMap::new(), &answered));
         assert!(taken_over(&plan, &unanswered, &answered));

@@ -312,8 +312,8 @@ impl Dataplane {
     ///
     /// May take as long as a few RCU grace periods: call it where blocking is allowed. After [`DataplaneError::Partial`] or another
     /// error the maps are consistent and the call may be repeated.
-    pub fn apply(&mut self, plan: &Plan) -> Result<Applied, DataplaneError> {
-        let result = self.shared.engine().apply(plan, Instant::now());
+    pub fn apply(&mut self, plan: impl Into<Arc<Plan>>) -> Result<Applied, DataplaneError> {
+        let result = self.shared.engine().apply(&plan.into(), Instant::now());
         self.workers.wake();
         result
     }

@@ -21,7 +21,7 @@ pub(crate) use self::claim::{is_guest_made, mode, unserved};
 pub use self::record::{Entry, Record};
 use crate::config::{Claim, Config, Mode, SegmentName, Tenant};
 use crate::plan::model::{HostFacts, Notice};
-use crate::source::{Inventory, ObjectName, Service};
+use crate::source::{Inventory, ObjectName, Service, ServicePort};
 
 /// Our load-balancer class.
 pub const CLASS: &str = "lbd.tenantedge.io/edge";
@@ -92,6 +92,38 @@ impl Ipam {
             self.record.adopted.insert(service, uid);
             self.record.generation += 1;
         }
+    }
+
+    /// Whether [`Self::assign`] would decide the same again from `after` as it has from `before`, with `decided`: all that it reads of the
+    /// two is the same. Everything else must not have changed.
+    pub fn decides_the_same(
+        &self,
+        config: &Config,
+        decided: &Assignments,
+        before: &Inventory,
+        after: &Inventory,
+    ) -> bool {
+        // Where nodes live among tenants, none of them gets a node's address.
+        let mixed = config.tenants.iter().any(|tenant| tenant.segment == config.hub.segment);
+        let addresses = |inventory: &Inventory| -> BTreeSet<IpAddr> {
+            inventory.nodes.values().flat_map(|node| node.addresses.iter().copied()).collect()
+        };
+        let recorded = |name: &ObjectName| {
+            let tenant = decided.services.get(name).map(|assignment| assignment.tenant.as_str());
+            tenant.is_some_and(|tenant| {
+                let entries = &self.record.entries;
+                let first = entries.partition_point(|entry| (entry.tenant.as_str(), &entry.service) < (tenant, name));
+                entries.get(first).is_some_and(|entry| entry.tenant == tenant && entry.service == *name)
+            })
+        };
+        before.complete == after.complete
+            && before.namespaces == after.namespaces
+            && (!mixed || before.nodes.ptr_eq(&after.nodes) || addresses(before) == addresses(after))
+            && before.services.changes(&after.services).is_some_and(|changes| {
+                changes.iter().all(|(name, before, after)| {
+                    reads_the_same(before, after) && (before.ingress == after.ingress || recorded(name))
+                })
+            })
     }
 
     /// Decides about every Service. `taken` are addresses that another station answers for; `now` is in seconds since the epoch.
@@ -575,6 +607,49 @@ impl<'a> Run<'a> {
         self.notices.dedup();
         Assignments { services: self.services, notices: self.notices }
     }
+}
+
+/// Whether nothing is different in two states of a Service that decides about addresses; but for what its status shows, which is looked
+/// at only while the Service is not on record.
+fn reads_the_same(before: &Service, after: &Service) -> bool {
+    let Service {
+        uid,
+        created,
+        labels,
+        annotations,
+        kind,
+        class,
+        selector,
+        terminating,
+        ports,
+        families_v6,
+        require_dual_stack,
+        policy_local: _,
+        health_port: _,
+        client_ip_affinity: _,
+        requested_address,
+        source_ranges,
+        ingress: _,
+        ingress_modes: _,
+        programmed: _,
+        published: _,
+    } = before;
+    let known = |ports: &[ServicePort]| -> Vec<(u16, String)> {
+        ports.iter().map(|port| (port.port, port.protocol.clone())).collect()
+    };
+    *uid == after.uid
+        && *created == after.created
+        && *labels == after.labels
+        && *annotations == after.annotations
+        && *kind == after.kind
+        && *class == after.class
+        && *selector == after.selector
+        && *terminating == after.terminating
+        && known(ports) == known(&after.ports)
+        && *families_v6 == after.families_v6
+        && *require_dual_stack == after.require_dual_stack
+        && *requested_address == after.requested_address
+        && *source_ranges == after.source_ranges
 }
 
 fn older_than(one: &Service, other: &Service) -> bool {

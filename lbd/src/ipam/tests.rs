@@ -418,7 +418,7 @@ fn b20_services_with_one_key_share_the_address_that_they_ask_for() {
     assert_eq!(reasons(&assignments), [("PortClash", OTHER.to_owned())]);
     assert!(assignments.notices[0].message.contains(API), "{:?}", assignments.notices);
     // Of two ports one is free: it has the address, and the plan says which port is not served.
-    world.add(OTHER, "").ports.push(crate::source::ServicePort { port: 9443, ..Default::default() });
+    world.add(OTHER, "").ports.push(ServicePort { port: 9443, ..Default::default() });
     let assignments = world.assign();
     assert_eq!(address(&assignments, OTHER), Some(ip(shared)));
     assert!(assignments.notices.is_empty(), "{:?}", assignments.notices);

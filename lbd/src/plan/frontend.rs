@@ -14,8 +14,8 @@ use super::ids::{
     BACKENDS, BackendKey, BackendMemory, Entry, FRONTENDS, FrontendKey, FrontendMemory, Ids, TIMEOUTS, TargetKey,
 };
 use super::model::{
-    BackendId, BackendPlan, ClientsPlan, FrontendAddress, FrontendBackend, FrontendId, FrontendPlan, FrontendProbe,
-    Health, Notice, Plan, ProbeTarget, Reset, SegmentId, TenantId, TimeoutsId, any_up,
+    BackendId, BackendPlan, Backends, ClientsPlan, FrontendAddress, FrontendBackend, FrontendId, FrontendPlan,
+    FrontendProbe, Health, Notice, Plan, ProbeTarget, Reset, SegmentId, TenantId, TimeoutsId, any_up,
 };
 use super::ranges::clients;
 use super::table::{Cache, Content, Tables};
@@ -626,7 +626,7 @@ struct Candidate {
 /// Judgement on a set of backends.
 #[derive(Clone)]
 struct Judged {
-    backends: Arc<[FrontendBackend]>,
+    backends: Backends,
     table: Option<usize>,
     /// All are down.
     failed: bool,
@@ -646,9 +646,8 @@ pub(super) fn fill<'a>(context: &mut Context<'a, '_>, wishes: &[Wish<'a>], plan:
         sources,
         nodes,
         tables: Tables::default(),
-        probes: Interner::default(),
+        shared: std::mem::take(&mut context.cache.shared),
         groups: HashMap::new(),
-        lists: HashMap::new(),
         crowd: None,
         frontends: Vec::with_capacity(wishes.len()),
         last_probe: None,
@@ -690,12 +689,19 @@ pub(super) fn fill<'a>(context: &mut Context<'a, '_>, wishes: &[Wish<'a>], plan:
                 .to_owned(),
         });
     }
-    for target in plan.tables.iter().flat_map(|table| table.iter()).collect::<BTreeSet<_>>() {
-        if let Some(backend) = plan.backends.get_mut(target) {
-            backend.eligible = true;
-        }
+    let mut in_table = vec![false; usize::from(BackendId::MAX) + 1];
+    for &id in plan.tables.iter().flat_map(|table| table.iter()) {
+        in_table[usize::from(id)] = true;
+    }
+    for (&id, backend) in &mut plan.backends {
+        backend.eligible = in_table[usize::from(id)];
     }
     plan.frontends = filler.frontends.into_iter().collect();
+    drop(filler.groups);
+    drop(filler.last_judged);
+    drop(filler.last_probe);
+    filler.shared.forget_unused();
+    context.cache.shared = filler.shared;
     targets(context, hub, wishes, &ids, plan);
 }
 
@@ -819,6 +825,7 @@ fn nodes(context: &mut Context<'_, '_>, hub: SegmentId, wanted: [bool; 2], plan:
                 && entry.memory.node.is_none()
             {
                 context.ids.changes += 1;
+                context.ids.bound += 1;
                 entry.memory = memory();
             }
             let shared: Arc<str> = Arc::from(name.as_str());
@@ -836,16 +843,49 @@ fn nodes(context: &mut Context<'_, '_>, hub: SegmentId, wanted: [bool; 2], plan:
     [four, six]
 }
 
-/// Each distinct probe once.
-#[derive(Default)]
-struct Interner {
+/// Parts of plans, each content once, also from one plan to the next: what has not changed is the same object, and is found to be equal
+/// without being looked at. It has no part in what a plan says.
+#[derive(Debug, Default)]
+pub(super) struct Shared {
     probes: BTreeMap<Probe, Arc<Probe>>,
     interfaces: BTreeMap<String, Arc<str>>,
     wholes: BTreeMap<FrontendProbe, Arc<FrontendProbe>>,
+    /// Lists of backends by content.
+    lists: HashMap<Vec<FrontendBackend>, Backends>,
+    /// Frontends by id.
+    frontends: Vec<Option<Arc<FrontendPlan>>>,
 }
 
-impl Interner {
-    fn get(&mut self, interface: &str, probe: &Probe, ports: Vec<u16>) -> Arc<FrontendProbe> {
+impl Shared {
+    fn frontend(&mut self, made: FrontendPlan) -> Arc<FrontendPlan> {
+        let place = usize::from(made.id);
+        if self.frontends.len() <= place {
+            self.frontends.resize(place + 1, None);
+        }
+        match &mut self.frontends[place] {
+            Some(known) if **known == made => Arc::clone(known),
+            other => Arc::clone(other.insert(Arc::new(made))),
+        }
+    }
+
+    fn list(&mut self, list: Vec<FrontendBackend>) -> Backends {
+        self.lists.entry(list).or_insert_with_key(|list| list.as_slice().into()).clone()
+    }
+
+    /// Forgets what no plan holds any more.
+    fn forget_unused(&mut self) {
+        for frontend in &mut self.frontends {
+            if frontend.as_ref().is_some_and(|frontend| Arc::strong_count(frontend) == 1) {
+                *frontend = None;
+            }
+        }
+        self.lists.retain(|_, list| !list.is_alone());
+        self.wholes.retain(|_, whole| Arc::strong_count(whole) > 1);
+        self.probes.retain(|_, probe| Arc::strong_count(probe) > 1);
+        self.interfaces.retain(|_, interface| Arc::strong_count(interface) > 1);
+    }
+
+    fn probe(&mut self, interface: &str, probe: &Probe, ports: Vec<u16>) -> Arc<FrontendProbe> {
         let interface = match self.interfaces.get(interface) {
             Some(known) => Arc::clone(known),
             None => Arc::clone(self.interfaces.entry(interface.to_owned()).or_insert_with(|| Arc::from(interface))),
@@ -874,7 +914,7 @@ fn crowd(
 ) -> Option<Crowd> {
     let count_of = |nodes: &Vec<Candidate>| nodes.iter().filter(|node| node.probed).count();
     let probed = [count_of(&nodes[0]), count_of(&nodes[1])];
-    // Equal probes are one probe: see `Interner`. The order of pointers never shows.
+    // Equal probes are one probe: see `Shared`. The order of pointers never shows.
     let mut all: HashMap<(*const Probe, u16, bool), FrontendId> = HashMap::new();
     let mut fixed = HashSet::new();
     let (mut rate, mut count) = (0.0, 0);
@@ -931,13 +971,11 @@ struct Filler<'a> {
     /// Of IPv4 and of IPv6.
     nodes: [Vec<Candidate>; 2],
     tables: Tables,
-    probes: Interner,
+    shared: Shared,
     /// Judgements on the nodes that frontends share, by probe and how they are judged.
     groups: HashMap<(Option<Arc<FrontendProbe>>, How), Judged>,
-    /// Lists of backends by content.
-    lists: HashMap<Vec<FrontendBackend>, Arc<[FrontendBackend]>>,
     crowd: Option<Crowd>,
-    frontends: Vec<(FrontendAddress, FrontendPlan)>,
+    frontends: Vec<(FrontendAddress, Arc<FrontendPlan>)>,
     /// The last probe made, for the settings and the interface that it was made for: those of a tenant's Services are the same.
     last_probe: Option<(&'a FrontendSettings, String, Arc<FrontendProbe>)>,
     /// The last judgement on nodes that frontends share: probe of the frontend, how, probe that stands for it, judgement.
@@ -976,7 +1014,7 @@ impl<'a> Filler<'a> {
             }
         };
         if let Some(port) = wish.local_health_port() {
-            return Some(self.probes.get(interface, &local_endpoints(probe), vec![port]));
+            return Some(self.shared.probe(interface, &local_endpoints(probe), vec![port]));
         }
         if probe.port.is_none() {
             if wish.target == 0 {
@@ -985,7 +1023,7 @@ impl<'a> Filler<'a> {
             // Whether anybody takes datagrams cannot be asked: a TCP port of the same Service or frontend stands for it.
             if wish.address.protocol == Protocol::Udp {
                 let port = wish.tcp_port.filter(|&port| port != 0)?;
-                return Some(self.probes.get(interface, probe, vec![port]));
+                return Some(self.shared.probe(interface, probe, vec![port]));
             }
             if let Some((settings, at, known)) = &self.last_probe
                 && std::ptr::eq(*settings, wish.settings)
@@ -993,7 +1031,7 @@ impl<'a> Filler<'a> {
             {
                 return Some(Arc::clone(known));
             }
-            let made = self.probes.get(interface, probe, Vec::new());
+            let made = self.shared.probe(interface, probe, Vec::new());
             self.last_probe = Some((wish.settings, interface.to_owned(), Arc::clone(&made)));
             return Some(made);
         }
@@ -1021,7 +1059,7 @@ impl<'a> Filler<'a> {
         if ports.is_empty() && wish.address.protocol == Protocol::Udp {
             return None;
         }
-        (wish.target != 0 || !ports.is_empty()).then(|| self.probes.get(interface, probe, ports))
+        (wish.target != 0 || !ports.is_empty()).then(|| self.shared.probe(interface, probe, ports))
     }
 
     fn frontend(
@@ -1079,34 +1117,32 @@ impl<'a> Filler<'a> {
                 Affinity::Flow
             }
         });
-        self.frontends.push((
-            wish.address,
-            FrontendPlan {
-                id,
-                tenant: wish.tenant_id,
-                name: wish.name.clone(),
-                timeouts: timeouts(context, wish, plan),
-                service: wish.service_name.cloned(),
-                service_uid: wish.service.map(|service| service.uid.clone()).unwrap_or_default(),
-                guest_made: wish.service.is_some_and(is_guest_made),
-                mode: match wish.leads {
-                    Leads::Nodes => Some(Mode::Nodes),
-                    Leads::File(_) => None,
-                    Leads::Endpoints { .. } => Some(Mode::Endpoints),
-                },
-                source_affinity: affinity == Affinity::Source,
-                preserve_client: wish.settings.preserve_client,
-                adopt: wish.settings.adopt == Adopt::Takeover,
-                unserved_drop: wish.settings.unserved == Unserved::Drop,
-                target_port: wish.target,
-                snat,
-                snat_ports: context.config.hub.snat_ports,
-                table: judged.table,
-                backends: judged.backends,
-                probe,
-                reset_on_down: wish.settings.on_down == OnDown::Reset,
+        let frontend = self.shared.frontend(FrontendPlan {
+            id,
+            tenant: wish.tenant_id,
+            name: wish.name.clone(),
+            timeouts: timeouts(context, wish, plan),
+            service: wish.service_name.cloned(),
+            service_uid: wish.service.map(|service| service.uid.clone()).unwrap_or_default(),
+            guest_made: wish.service.is_some_and(is_guest_made),
+            mode: match wish.leads {
+                Leads::Nodes => Some(Mode::Nodes),
+                Leads::File(_) => None,
+                Leads::Endpoints { .. } => Some(Mode::Endpoints),
             },
-        ));
+            source_affinity: affinity == Affinity::Source,
+            preserve_client: wish.settings.preserve_client,
+            adopt: wish.settings.adopt == Adopt::Takeover,
+            unserved_drop: wish.settings.unserved == Unserved::Drop,
+            target_port: wish.target,
+            snat,
+            snat_ports: context.config.hub.snat_ports,
+            table: judged.table,
+            backends: judged.backends,
+            probe,
+            reset_on_down: wish.settings.on_down == OnDown::Reset,
+        });
+        self.frontends.push((wish.address, frontend));
     }
 
     /// Nodes that may have an endpoint of a Service with policy Local. Where there is a health port it decides, and slices only say who is
@@ -1158,7 +1194,7 @@ impl<'a> Filler<'a> {
         let probe = match (&self.crowd, &own) {
             (Some(crowd), Some(own)) if replaceable => {
                 let ports = crowd.get(&(Arc::as_ptr(&own.probe), how.v6)).cloned().unwrap_or_default();
-                Some(self.probes.get(&own.interface, &own.probe, ports))
+                Some(self.shared.probe(&own.interface, &own.probe, ports))
             }
             _ => own.clone(),
         };
@@ -1257,13 +1293,7 @@ impl<'a> Filler<'a> {
             let with = candidates.iter().zip(&states).filter(|(candidate, it)| candidate.probed && **it == state);
             Arc::new(with.map(|(candidate, _)| candidate.id).collect())
         };
-        let backends = if let Some(known) = self.lists.get(&list) {
-            Arc::clone(known)
-        } else {
-            let shared: Arc<[FrontendBackend]> = list.clone().into();
-            self.lists.insert(list, Arc::clone(&shared));
-            shared
-        };
+        let backends = self.shared.list(list);
         Judged { backends, table: self.tables.add(content), failed, down: ids(Some(false)), unknown: ids(None) }
     }
 }
@@ -1329,10 +1359,12 @@ fn frontend_id(context: &mut Context<'_, '_>, wish: &Wish<'_>, plan: &mut Plan) 
             }
             if !missing && entry.memory.uid != uid {
                 context.ids.changes += 1;
+                context.ids.bound += 1;
                 uid.clone_into(&mut entry.memory.uid);
             }
             if entry.memory.recovered {
                 context.ids.changes += 1;
+                context.ids.bound += 1;
                 entry.memory.recovered = false;
                 entry.memory.service = wish.service_name.cloned();
             }
@@ -1551,8 +1583,7 @@ fn of_others(context: &mut Context<'_, '_>, hub: SegmentId, current: &HashSet<(u
     let mut found = Vec::new();
     for (key, owners) in owners {
         if let Some(owner) = new_owner(context.ids.targets.get(&key), owners) {
-            context.ids.targets.insert(key, owner);
-            context.ids.changes += 1;
+            context.ids.set_owner(key, owner);
             found.push(key);
         }
     }
@@ -1596,8 +1627,7 @@ fn targets(
                 disputed.entry(key).or_default();
             }
             None => {
-                context.ids.changes += 1;
-                context.ids.targets.insert(key, owner.to_owned());
+                context.ids.set_owner(key, owner.to_owned());
             }
         }
     }
@@ -1611,8 +1641,7 @@ fn targets(
     }
     for (key, owners) in disputed {
         if let Some(owner) = new_owner(context.ids.targets.get(&key), owners) {
-            context.ids.targets.insert(key, owner);
-            context.ids.changes += 1;
+            context.ids.set_owner(key, owner);
             taken_over.push(key);
         }
     }

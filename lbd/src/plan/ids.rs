@@ -29,6 +29,9 @@ pub struct Ids {
     /// Counts changes of what the pools remember, of `targets` and of `pending`.
     #[serde(skip)]
     pub(super) changes: u64,
+    /// Counts those after which it is known of something whose it is now: that must not be forgotten.
+    #[serde(skip)]
+    pub(super) bound: u64,
 }
 
 impl Ids {
@@ -77,9 +80,45 @@ impl Ids {
 
     /// Grows whenever something has changed that belongs on disk.
     pub(super) fn revision(&self) -> u64 {
-        let Self { segments, tenants, frontends, backends, timeouts, targets: _, sources: _, pending: _, changes } =
-            self;
+        let Self {
+            segments,
+            tenants,
+            frontends,
+            backends,
+            timeouts,
+            targets: _,
+            sources: _,
+            pending: _,
+            changes,
+            bound: _,
+        } = self;
         changes + segments.changes + tenants.changes + frontends.changes + backends.changes + timeouts.changes
+    }
+
+    /// Grows whenever something has changed that must be on disk before the maps hold it: an id has been given out, or something
+    /// has another owner. The rest follows again from what the disk holds, should this agent die before it is written: what is gone is
+    /// found gone again, and the same flows are reset again.
+    pub(super) fn binding_revision(&self) -> u64 {
+        let Self {
+            segments,
+            tenants,
+            frontends,
+            backends,
+            timeouts,
+            targets: _,
+            sources: _,
+            pending: _,
+            changes: _,
+            bound,
+        } = self;
+        bound + segments.given + tenants.given + frontends.given + backends.given + timeouts.given
+    }
+
+    /// Notes that a NodePort has another owner.
+    pub(super) fn set_owner(&mut self, key: TargetKey, owner: String) {
+        self.targets.insert(key, owner);
+        self.changes += 1;
+        self.bound += 1;
     }
 
     /// A file can hold anything: no id twice, none out of range.
@@ -122,6 +161,9 @@ pub(super) struct Pool<K, V> {
     pub(super) highest: u16,
     #[serde(skip)]
     changes: u64,
+    /// Counts ids given out.
+    #[serde(skip)]
+    given: u64,
 }
 
 /// An id and what belongs to it.
@@ -134,7 +176,7 @@ pub(super) struct Entry<V> {
 
 impl<K, V> Default for Pool<K, V> {
     fn default() -> Self {
-        Self { used: BTreeMap::new(), retired: VecDeque::new(), highest: 0, changes: 0 }
+        Self { used: BTreeMap::new(), retired: VecDeque::new(), highest: 0, changes: 0, given: 0 }
     }
 }
 
@@ -142,6 +184,7 @@ impl<K: Ord, V> Pool<K, V> {
     /// An id that nobody has: one never used, else the one given back longest ago. `None` if there is none.
     pub(super) fn fresh(&mut self, bounds: Bounds) -> Option<u16> {
         self.changes += 1;
+        self.given += 1;
         if self.highest < bounds.last {
             self.highest += 1;
             return Some(self.highest);
@@ -164,6 +207,7 @@ impl<K: Ord, V> Pool<K, V> {
     pub(super) fn reuse(&mut self, blocked: impl Fn(u16) -> bool) -> Option<u16> {
         let place = self.retired.iter().position(|&id| !blocked(id))?;
         self.changes += 1;
+        self.given += 1;
         self.retired.remove(place)
     }
 

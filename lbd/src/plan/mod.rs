@@ -75,6 +75,11 @@ impl Planner {
         self.ids.revision()
     }
 
+    /// Grows whenever [`Self::ids`] has changed in a way that must be on disk before the plan is applied.
+    pub fn binding_ids_revision(&self) -> u64 {
+        self.ids.binding_revision()
+    }
+
     /// Makes a plan. With a hub in Kubernetes, the plan of an inventory that is not complete must not be applied: it lacks what
     /// has not been listed yet.
     pub fn plan(
@@ -252,6 +257,7 @@ impl Planner {
         if self.ids.sources != sources {
             self.ids.sources = sources;
             self.ids.changes += 1;
+            self.ids.bound += 1;
         }
     }
 
@@ -278,6 +284,7 @@ impl Planner {
             self.ids.changes += 1;
             match now {
                 Some((name, node)) => {
+                    self.ids.bound += 1;
                     memory.node = Some((*name).clone());
                     memory.uid.clone_from(&node.uid);
                 }

@@ -77,8 +77,8 @@ pub struct Plan {
     pub tenants: BTreeMap<TenantId, TenantPlan>,
     /// Addresses that mean something, by segment.
     pub addresses: BTreeMap<(SegmentId, IpAddr), AddressPlan>,
-    /// Frontends by what a client connects to.
-    pub frontends: BTreeMap<FrontendAddress, FrontendPlan>,
+    /// Frontends by what a client connects to. Plans share those that have not changed.
+    pub frontends: BTreeMap<FrontendAddress, Arc<FrontendPlan>>,
     /// Backends by id.
     pub backends: BTreeMap<BackendId, BackendPlan>,
     /// Timeouts of flows, each content once; index 0 = the defaults.
@@ -235,7 +235,7 @@ pub struct FrontendPlan {
     /// Lookup table: index into [`Plan::tables`]; `None` = no backend.
     pub table: Option<usize>,
     /// All its backends, for `lbctl`; frontends over the same nodes in the same state share the list.
-    pub backends: Arc<[FrontendBackend]>,
+    pub backends: Backends,
     /// How its backends are probed; `None` = not at all (no target port yet, or UDP without a TCP port to ask).
     pub probe: Option<Arc<FrontendProbe>>,
     /// Reset flows of a backend that goes down.
@@ -293,6 +293,51 @@ pub struct FrontendProbe {
     /// Ports to probe on each backend: empty = the port that it serves on. More than one: there are too many frontends to probe
     /// each of them on each node, so a few stand for all.
     pub ports: Vec<u16>,
+}
+
+/// Backends of a frontend, shared by all that have the same. Two that are one and the same are equal without a look at their many backends.
+#[derive(Clone, Debug, Default)]
+pub struct Backends(Arc<[FrontendBackend]>);
+
+impl PartialEq for Backends {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0) || self.0 == other.0
+    }
+}
+
+impl Eq for Backends {}
+
+impl std::ops::Deref for Backends {
+    type Target = [FrontendBackend];
+
+    fn deref(&self) -> &Self::Target {
+        &self.0
+    }
+}
+
+impl From<Vec<FrontendBackend>> for Backends {
+    fn from(list: Vec<FrontendBackend>) -> Self {
+        Self(list.into())
+    }
+}
+
+impl From<&[FrontendBackend]> for Backends {
+    fn from(list: &[FrontendBackend]) -> Self {
+        Self(list.into())
+    }
+}
+
+impl FromIterator<FrontendBackend> for Backends {
+    fn from_iter<I: IntoIterator<Item = FrontendBackend>>(list: I) -> Self {
+        Self(list.into_iter().collect())
+    }
+}
+
+impl Backends {
+    /// Whether nobody else holds this list.
+    pub(crate) fn is_alone(&self) -> bool {
+        Arc::strong_count(&self.0) == 1
+    }
 }
 
 /// A backend of one frontend.

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use lbd_common::abi::{CHUNK_SLOTS, MAGLEV_CHUNKS};
 use lbd_common::maglev::{Candidate, Identity, SIZES, build, table_size};
 
+use super::frontend::Shared;
 use super::model::BackendId;
 
 /// What a table is made of: identity, weight and id of each backend, sorted.
@@ -20,6 +21,8 @@ pub(super) struct Cache {
     /// By content and size, with the number of the last plan that used it.
     tables: HashMap<(Content, u32), (Table, u64)>,
     plans: u64,
+    /// Other parts of earlier plans.
+    pub(super) shared: Shared,
 }
 
 /// How many plans an unused table is remembered for: a node that flaps costs its tables once.

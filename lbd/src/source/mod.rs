@@ -81,6 +81,28 @@ pub struct Inventory {
     pub endpoints: Objects<ObjectName, Vec<Endpoint>>,
 }
 
+impl Inventory {
+    /// Whether two differ in nothing but what load balancers write into the status of Services.
+    pub fn is_same_but_for_statuses(&self, other: &Self) -> bool {
+        let Self { complete, cluster, services, nodes, namespaces, endpoints } = self;
+        *complete == other.complete
+            && *cluster == other.cluster
+            && *nodes == other.nodes
+            && *namespaces == other.namespaces
+            && *endpoints == other.endpoints
+            && services.changes(&other.services).is_some_and(|changes| {
+                let status_of = |one: &Service, of: &Service| Service {
+                    ingress: of.ingress.clone(),
+                    ingress_modes: of.ingress_modes.clone(),
+                    programmed: of.programmed.clone(),
+                    published: of.published,
+                    ..one.clone()
+                };
+                changes.iter().all(|(_, before, after)| status_of(before, after) == **after)
+            })
+    }
+}
+
 /// What lbd reads of a Service.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Service {
@@ -226,6 +248,33 @@ mod tests {
         let text = serde_json::to_string(&inventory).unwrap();
         assert!(text.contains(r#""clusters-tenant-a/kube-apiserver""#));
         assert_eq!(serde_json::from_str::<Inventory>(&text).unwrap(), inventory);
+    }
+
+    #[test]
+    fn a_status_is_told_from_everything_else() {
+        let name = ObjectName::new("n", "s");
+        let mut first = Inventory::default();
+        first.services.insert(name.clone(), Service::default());
+        let with = |service: Service| {
+            let mut other = first.clone();
+            other.services.insert(name.clone(), service);
+            other
+        };
+        let status = Service {
+            ingress: vec!["192.0.2.1".into()],
+            ingress_modes: vec!["VIP".into()],
+            programmed: Some(Condition::default()),
+            published: true,
+            ..Service::default()
+        };
+        assert!(first.is_same_but_for_statuses(&with(status.clone())));
+        assert!(!first.is_same_but_for_statuses(&with(Service { terminating: true, ..status })));
+        let mut other = first.clone();
+        other.nodes.insert("n1".into(), Node::default());
+        assert!(!first.is_same_but_for_statuses(&other));
+        other = first.clone();
+        other.services.insert(ObjectName::new("n", "t"), Service::default());
+        assert!(!first.is_same_but_for_statuses(&other));
     }
 
     #[test]

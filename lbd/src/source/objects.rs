@@ -128,6 +128,29 @@ impl<K, V> Objects<K, V> {
         self.0.is_empty()
     }
 
+    /// The objects that are another one here than in `other`, here and there; `None` if the two have different names.
+    pub fn changes<'a>(&'a self, other: &'a Self) -> Option<Vec<(&'a K, &'a V, &'a V)>>
+    where
+        K: PartialEq,
+    {
+        if self.ptr_eq(other) {
+            return Some(Vec::new());
+        }
+        if self.len() != other.len() {
+            return None;
+        }
+        let mut changes = Vec::new();
+        for ((name, here), (other_name, there)) in self.0.iter().zip(other.0.iter()) {
+            if name != other_name {
+                return None;
+            }
+            if !Arc::ptr_eq(here, there) {
+                changes.push((name, &**here, &**there));
+            }
+        }
+        Some(changes)
+    }
+
     /// Whether the two are one and the same, which says more than that they are equal.
     pub fn ptr_eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
@@ -215,6 +238,19 @@ mod tests {
         assert_eq!(first, second);
         second.retain(|name, _| name != "a");
         assert_eq!(second.iter().collect::<Vec<_>>(), [(&"b".to_owned(), &2)]);
+    }
+
+    #[test]
+    fn changes_are_found_by_identity() {
+        let first = Objects::from([("a", 1), ("b", 2)]);
+        let mut second = first.clone();
+        assert_eq!(first.changes(&second), Some(Vec::new()));
+        second.insert("b", 3);
+        assert_eq!(first.changes(&second), Some(vec![(&"b", &2, &3)]));
+        second.remove("a");
+        assert_eq!(first.changes(&second), None);
+        second.insert("c", 1);
+        assert_eq!(first.changes(&second), None, "as many, but others");
     }
 
     #[test]

@@ -359,6 +359,108 @@ fn b51_a_service_keeps_its_last_good_state_whatever_is_written_into_it() {
     }
 }
 
+/// One change of anything, as a cluster has them.
+fn change(world: &mut World, dice: &mut Dice) {
+    let services: Vec<_> = world.inventory.services.keys().cloned().collect();
+    let service = dice.of(&services).clone();
+    match dice.roll(9) {
+        0 => fill(world, dice, 1 + dice.0 as usize % 12, 0),
+        1 => fill(world, dice, 12, 2),
+        2 => {
+            world.inventory.services.remove(&service);
+        }
+        3 => {
+            let number = 105 + dice.roll(6);
+            if let Some((name, node)) = convert::node(read(any_node_object(dice, number))) {
+                world.inventory.nodes.insert(name, node);
+            }
+        }
+        4 => {
+            let nodes: Vec<_> = world.inventory.nodes.keys().cloned().collect();
+            world.inventory.nodes.remove(dice.of(&nodes));
+            let (name, node) = node(105 + dice.roll(4) as u8);
+            world.inventory.nodes.insert(name, node);
+        }
+        5 => {
+            let port = 29_000 + dice.roll(25) as u16;
+            let it = world.inventory.services.get_mut(&service).unwrap();
+            it.ports.iter_mut().for_each(|it| it.node_port = port);
+            it.client_ip_affinity = dice.often();
+            it.policy_local = !dice.often();
+        }
+        6 | 7 => {
+            let it = world.inventory.services.get_mut(&service).unwrap();
+            it.ingress = vec![(*dice.of(&TEXTS)).to_owned()];
+            it.published = dice.often();
+        }
+        _ => {
+            let known: Vec<_> = world.health.keys().cloned().collect();
+            if !known.is_empty() {
+                let up = [Some(true), Some(false), None][dice.roll(3)];
+                world.health.insert(dice.of(&known).clone(), TargetHealth { up, ..TargetHealth::default() });
+            }
+        }
+    }
+}
+
+#[test]
+fn plans_made_one_after_another_are_those_made_from_scratch() {
+    let (mut decided_before, mut planned_before) = (0, 0);
+    for seed in 0..30 {
+        let mut dice = Dice(seed);
+        let mut world = site();
+        fill(&mut world, &mut dice, 12, 16);
+        let mut last: Option<(Inventory, Assignments, Health, Plan)> = None;
+        for step in 0..30 {
+            let assign = |ipam: &mut Ipam, world: &World| {
+                ipam.assign(&world.config, &world.inventory, &world.host, &BTreeSet::new(), 0)
+            };
+            let mut ipam = Ipam::new(world.ipam.record().clone());
+            let assignments = assign(&mut ipam, &world);
+            if let Some((inventory, decided, ..)) = &last
+                && world.ipam.decides_the_same(&world.config, decided, inventory, &world.inventory)
+            {
+                decided_before += usize::from(*inventory != world.inventory);
+                assert_eq!(assignments, *decided, "seed {seed}, step {step}");
+                assert_eq!(ipam.record(), world.ipam.record(), "seed {seed}, step {step}");
+            }
+            world.ipam = ipam;
+            let plan_of = |planner: &mut Planner, world: &World| {
+                planner.plan(&world.config, &world.inventory, &assignments, &world.health, &world.host)
+            };
+            let mut scratch = Planner::new(world.planner.ids().clone());
+            let expected = plan_of(&mut scratch, &world);
+            let mut planner = std::mem::take(&mut world.planner);
+            let plan = plan_of(&mut planner, &world);
+            world.planner = planner;
+            assert!(plan == expected, "seed {seed}, step {step}: another plan");
+            assert!(world.planner.ids() == scratch.ids(), "seed {seed}, step {step}: other ids");
+            if let Some((inventory, decided, health, before)) = &last
+                && inventory.is_same_but_for_statuses(&world.inventory)
+                && *decided == assignments
+                && *health == world.health
+                && before.resets.is_empty()
+            {
+                planned_before += usize::from(*inventory != world.inventory);
+                assert!(plan == *before, "seed {seed}, step {step}: a status changes the plan");
+            }
+            let health = world.health.clone();
+            for target in &plan.probes {
+                if !world.health.contains_key(target) {
+                    world.health.insert(target.clone(), TargetHealth { up: Some(true), ..TargetHealth::default() });
+                }
+            }
+            // What fails to reach the maps is planned again.
+            if dice.often() {
+                world.planner.applied();
+            }
+            last = Some((world.inventory.clone(), assignments, health, plan));
+            change(&mut world, &mut dice);
+        }
+    }
+    assert!(decided_before > 50 && planned_before > 25, "{decided_before}, {planned_before}");
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(60))]
     #[test]
