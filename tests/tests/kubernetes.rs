@@ -588,6 +588,65 @@ async fn b45_the_address_is_written_at_once_and_only_once() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn b65_a_new_service_does_not_wait_behind_all_the_others() -> Result<()> {
+    /// More than may be written at once.
+    const MANY: u32 = 800;
+    let Some(cluster) = with_faults("many Services at once").await? else { return Ok(()) };
+    let server = cluster.server()?;
+    for index in 0..MANY {
+        server.create(&load_balancer(&cluster, &format!("hosted-{index}")).1)?;
+    }
+    // Time stamps are in seconds.
+    tokio::time::sleep(Duration::from_millis(1100)).await;
+    let mut seen = Seen::start(&cluster).await?;
+    let writer = seen.writer();
+    let mut all: BTreeMap<_, _> = seen
+        .inventory()
+        .services
+        .iter()
+        .enumerate()
+        .map(|(index, (name, service))| {
+            (name.clone(), wanted(&service.uid, &format!("192.168.{}.{}", 204 + index / 250, 1 + index % 250)))
+        })
+        .collect();
+    assert_eq!(all.len(), MANY as usize);
+    writer.set(all.clone());
+    eventually("the first are written", async || Ok(writer.writes() > 0)).await?;
+    // The last by name: it is not for that that it comes first.
+    let (name, object) = load_balancer(&cluster, "mirror-of-a-guest");
+    cluster.client.create(&object).await?;
+    let uid = seen.until_service(&name).await?.uid;
+    all.insert(name.clone(), wanted(&uid, "192.168.203.110"));
+    writer.set(all);
+    until_ingress(&cluster, &name, &["192.168.203.110"]).await?;
+    let written = writer.writes();
+    assert!(written < u64::from(MANY), "{written} were written before");
+    eventually("all are written", async || Ok(writer.writes() > u64::from(MANY))).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn b65_a_server_that_has_too_much_to_do_is_left_alone_for_a_while() -> Result<()> {
+    let Some(cluster) = with_faults("429 to eight writes").await? else { return Ok(()) };
+    let server = cluster.server()?;
+    for index in 0..40 {
+        server.create(&load_balancer(&cluster, &format!("hosted-{index}")).1)?;
+    }
+    let seen = Seen::start(&cluster).await?;
+    let writer = seen.writer();
+    let all = seen.inventory();
+    let all = all.services.iter().enumerate();
+    let all = all.map(|(index, (name, it))| (name.clone(), wanted(&it.uid, &format!("192.168.203.{}", 10 + index))));
+    server.fault("patch", "/status", 8, Action::status(429, "TooManyRequests"));
+    writer.set(all.collect());
+    eventually("some are refused", async || Ok(writer.writes() >= 8)).await?;
+    tokio::time::sleep(Duration::from_millis(400)).await;
+    // Those that were under way, and no more.
+    let written = writer.writes();
+    assert!(written <= 16, "{written} writes");
+    eventually("all are written", async || Ok(server.requests_of("patch", "/status").len() >= 48)).await
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn b46_the_status_has_addresses_in_order_and_an_ip_mode_only_if_wanted() -> Result<()> {
     let cluster = any().await?;
     let (name, object) = load_balancer(&cluster, "kube-apiserver");

@@ -22,7 +22,8 @@ pub(super) struct Addresses<'a> {
     /// Addresses with a purpose of their own, and which.
     special: BTreeMap<(&'a SegmentName, IpAddr), String>,
     prefixes: BTreeMap<&'a SegmentName, Vec<IpNet>>,
-    holders: BTreeMap<(SegmentName, IpAddr), Vec<Holder>>,
+    /// By address and segment: most are told apart by the first.
+    holders: BTreeMap<(IpAddr, &'a SegmentName), Vec<Holder>>,
     /// Where to go on in a tenant's pools: (range, address). Nothing before it becomes free during a pass.
     cursors: BTreeMap<(String, Vec<AddressRange>), (usize, Option<IpAddr>)>,
 }
@@ -104,21 +105,26 @@ impl<'a> Addresses<'a> {
     }
 
     /// Notes what the record says.
-    pub(super) fn hold(&mut self, tenant: &Tenant, address: IpAddr, service: &ObjectName, freed: Option<i64>) {
+    pub(super) fn hold(&mut self, tenant: &'a Tenant, address: IpAddr, service: &ObjectName, freed: Option<i64>) {
         let holder = Holder { tenant: tenant.name.clone(), service: service.clone(), freed };
-        self.holders.entry((tenant.segment.clone(), address)).or_default().push(holder);
+        self.holders.entry((address, &tenant.segment)).or_default().push(holder);
     }
 
     /// Undoes [`Self::hold`].
-    pub(super) fn release(&mut self, tenant: &Tenant, address: IpAddr, service: &ObjectName) {
-        if let Some(holders) = self.holders.get_mut(&(tenant.segment.clone(), address)) {
+    pub(super) fn release(&mut self, tenant: &'a Tenant, address: IpAddr, service: &ObjectName) {
+        if let Some(holders) = self.holders.get_mut(&(address, &tenant.segment)) {
             holders.retain(|holder| holder.service != *service);
         }
     }
 
     /// Gives an address to a Service. Returns whose reservations end by that: tenant and Service. Those of Services that shared it stay.
-    pub(super) fn take(&mut self, tenant: &Tenant, address: IpAddr, service: &ObjectName) -> Vec<(String, ObjectName)> {
-        let holders = self.holders.entry((tenant.segment.clone(), address)).or_default();
+    pub(super) fn take(
+        &mut self,
+        tenant: &'a Tenant,
+        address: IpAddr,
+        service: &ObjectName,
+    ) -> Vec<(String, ObjectName)> {
+        let holders = self.holders.entry((address, &tenant.segment)).or_default();
         if let Some(own) = holders.iter_mut().find(|holder| holder.tenant == tenant.name && holder.service == *service)
         {
             own.freed = None;
@@ -135,17 +141,17 @@ impl<'a> Addresses<'a> {
     /// Who else has the address now: tenants and Services.
     pub(super) fn holders<'b>(
         &'b self,
-        tenant: &Tenant,
+        tenant: &'a Tenant,
         address: IpAddr,
         service: &'b ObjectName,
     ) -> impl Iterator<Item = (&'b str, &'b ObjectName)> + use<'b, 'a> {
-        let all = self.holders.get(&(tenant.segment.clone(), address)).into_iter().flatten();
+        let all = self.holders.get(&(address, &tenant.segment)).into_iter().flatten();
         let others = all.filter(move |holder| holder.freed.is_none() && holder.service != *service);
         others.map(|holder| (holder.tenant.as_str(), &holder.service))
     }
 
     /// Whether a Service may keep the address that the record names; else why not.
-    pub(super) fn keepable(&self, tenant: &Tenant, address: IpAddr, service: &ObjectName) -> Result<(), String> {
+    pub(super) fn keepable(&self, tenant: &'a Tenant, address: IpAddr, service: &ObjectName) -> Result<(), String> {
         let other = self.config.tenants.iter().find(|other| {
             other.segment == tenant.segment
                 && other.name != tenant.name
@@ -163,7 +169,7 @@ impl<'a> Addresses<'a> {
     }
 
     /// Whether a Service may have this address; else why not. A reservation for another Service is no hindrance.
-    pub(super) fn free(&self, tenant: &Tenant, address: IpAddr, service: &ObjectName) -> Result<(), String> {
+    pub(super) fn free(&self, tenant: &'a Tenant, address: IpAddr, service: &ObjectName) -> Result<(), String> {
         self.allowed(tenant, address)?;
         match self.holders(tenant, address, service).next() {
             Some((_, holder)) => Err(format!("it belongs to the Service {holder}")),
@@ -172,7 +178,7 @@ impl<'a> Addresses<'a> {
     }
 
     /// Whether Services of a tenant may have this address; else why not.
-    pub(super) fn allowed(&self, tenant: &Tenant, address: IpAddr) -> Result<(), String> {
+    pub(super) fn allowed(&self, tenant: &'a Tenant, address: IpAddr) -> Result<(), String> {
         if !tenant.pools.iter().any(|pool| pool.contains(address)) {
             return Err(format!("it is in no pool of tenant {}", tenant.name));
         }
@@ -180,7 +186,7 @@ impl<'a> Addresses<'a> {
     }
 
     /// Whether anybody may have this address; else why not.
-    fn usable(&self, tenant: &Tenant, address: IpAddr) -> Result<(), String> {
+    fn usable(&self, tenant: &'a Tenant, address: IpAddr) -> Result<(), String> {
         if tenant.avoid.iter().any(|range| range.contains(address)) {
             return Err("the configuration says to avoid it".to_owned());
         }
@@ -214,7 +220,7 @@ impl<'a> Addresses<'a> {
     /// An address of a family for a Service: the first that nobody has or had of late, else the one freed longest ago.
     pub(super) fn next(
         &mut self,
-        tenant: &Tenant,
+        tenant: &'a Tenant,
         pools: &[AddressRange],
         v6: bool,
         service: &ObjectName,
@@ -229,8 +235,7 @@ impl<'a> Addresses<'a> {
             let avoided = tenant.avoid.iter().find(|avoided| avoided.contains(address));
             let next = following(avoided.map_or(address, |avoided| avoided.last));
             if avoided.is_none() {
-                let held =
-                    self.holders.get(&(tenant.segment.clone(), address)).is_some_and(|holders| !holders.is_empty());
+                let held = self.holders.get(&(address, &tenant.segment)).is_some_and(|holders| !holders.is_empty());
                 if !held && self.free(tenant, address, service).is_ok() {
                     found = Some(address);
                 }
@@ -240,13 +245,13 @@ impl<'a> Addresses<'a> {
         }
         self.cursors.insert(key, (range, at));
         found.or_else(|| {
-            let longest = self.holders.iter().filter(|((segment, address), holders)| {
-                *segment == tenant.segment
+            let longest = self.holders.iter().filter(|((address, segment), holders)| {
+                **segment == tenant.segment
                     && !holders.is_empty()
                     && pools.iter().any(|pool| pool.contains(*address))
                     && self.free(tenant, *address, service).is_ok()
             });
-            let longest = longest.filter_map(|((_, address), holders)| {
+            let longest = longest.filter_map(|((address, _), holders)| {
                 Some((holders.iter().filter_map(|holder| holder.freed).min()?, *address))
             });
             longest.min().map(|(_, address)| address)

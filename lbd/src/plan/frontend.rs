@@ -1,6 +1,6 @@
 //! Frontends: which there are, where they lead, and which of their backends may take connections.
 
-use std::collections::btree_map::Entry as MapEntry;
+use std::collections::hash_map::Entry as MapEntry;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::net::{IpAddr, SocketAddr};
 use std::rc::Rc;
@@ -176,7 +176,7 @@ pub(super) fn wishes<'a>(
         ids,
         plan,
         wishes: Vec::new(),
-        owners: BTreeMap::new(),
+        owners: HashMap::new(),
         sources: config.source_addresses(),
         intervals: BTreeMap::new(),
     };
@@ -223,7 +223,7 @@ struct Maker<'a, 'b> {
     ids: &'b Ids,
     plan: &'b mut Plan,
     wishes: Vec<Wish<'a>>,
-    owners: BTreeMap<FrontendAddress, usize>,
+    owners: HashMap<FrontendAddress, usize>,
     /// SNAT addresses that the file names.
     sources: BTreeSet<(SegmentName, IpAddr)>,
     /// Indices of [`Plan::intervals`] by content.
@@ -485,7 +485,7 @@ impl<'a> Maker<'a, '_> {
                 tenant,
                 tenant_id: 0,
                 address: FrontendAddress { segment: 0, vip, port: port.port, protocol },
-                name: name.to_string(),
+                name: name.joined(),
                 service_name: Some(name),
                 service: Some(service),
                 settings: &tenant.settings,

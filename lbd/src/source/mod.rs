@@ -43,11 +43,16 @@ impl ObjectName {
     pub fn new(namespace: impl Into<String>, name: impl Into<String>) -> Self {
         Self { namespace: namespace.into(), name: name.into() }
     }
+
+    /// `namespace/name`, in one piece: faster than by way of a formatter.
+    pub fn joined(&self) -> String {
+        [&self.namespace, "/", &self.name].concat()
+    }
 }
 
 impl From<ObjectName> for String {
     fn from(name: ObjectName) -> Self {
-        name.to_string()
+        name.joined()
     }
 }
 

@@ -1,5 +1,6 @@
 //! Writes what became of Services into their status: server-side apply on the `status` subresource.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex};
@@ -104,6 +105,7 @@ impl StatusWriter {
             names: BTreeMap::new(),
             tokens: BURST,
             filled: Instant::now(),
+            silent_until: None,
             pace,
         };
         let mut tasks = JoinSet::new();
@@ -276,6 +278,8 @@ async fn send(access: &Access, name: &ObjectName, body: &Value, force: bool) -> 
                 let _ = access.reread();
             }
             let seconds = status.details.as_ref().map_or(0, |details| details.retry_after_seconds);
+            // A server that has too much to do says so with a bare code, too.
+            let seconds = if code == 429 { seconds.max(1) } else { seconds };
             let retry_after = (seconds > 0).then(|| Duration::from_secs(u64::from(seconds.min(60))));
             Outcome::Failed { text, forbidden: code == 403, retry_after }
         }
@@ -348,6 +352,8 @@ struct Worker {
     names: BTreeMap<Id, ObjectName>,
     tokens: f64,
     filled: Instant,
+    /// The server has asked for silence until then.
+    silent_until: Option<Instant>,
     pace: Pace,
 }
 
@@ -413,21 +419,30 @@ impl Worker {
         }
     }
 
-    /// Queues every Service that has something to write. Returns when to look again, if nothing happens before.
+    /// Queues every Service that has something to write: first those whose owner waits for an address, of these the newest, for the
+    /// others have waited or work already; then what is only put right. Returns when to look again, if nothing happens before.
     fn scan(&mut self, inventory: &Inventory, desired: &Wishes, now: Instant) -> Option<Instant> {
         self.states.retain(|name, state| {
             state.writing.is_some() || inventory.services.get(name).is_some_and(|service| service.uid == state.uid)
         });
-        self.queue.clear();
+        let mut queue = Vec::new();
         let mut next: Option<Instant> = None;
         let stale = inventory.services.iter().filter(|(_, service)| stale(service)).map(|(name, _)| name);
         for name in desired.keys().chain(stale) {
             match self.step(inventory, desired, name, now) {
                 Step::Nothing => {}
                 Step::Wait(at) => next = Some(next.map_or(at, |next| next.min(at))),
-                Step::Write(_) => self.queue.push_back(name.clone()),
+                Step::Write(wanted) => {
+                    let service = inventory.services.get(name);
+                    let waits = service.filter(|service| {
+                        service.ingress.is_empty() && wanted.is_some_and(|wanted| !wanted.addresses.is_empty())
+                    });
+                    queue.push((Reverse(waits.map(|service| service.created)), name));
+                }
             }
         }
+        queue.sort_unstable();
+        self.queue = queue.into_iter().map(|(_, name)| name.clone()).collect();
         next
     }
 
@@ -442,6 +457,11 @@ impl Worker {
     ) -> Option<Instant> {
         self.tokens = (self.tokens + now.saturating_duration_since(self.filled).as_secs_f64() * RATE).min(BURST);
         self.filled = now;
+        if let Some(until) = self.silent_until.filter(|until| *until > now) {
+            // What was saved up before is no reason to come back with a burst.
+            self.tokens = self.tokens.min(1.0);
+            return (!self.queue.is_empty()).then_some(until);
+        }
         while self.running.len() < CONCURRENCY {
             let name = self.queue.pop_front()?;
             let (Some(service), Step::Write(desired)) =
@@ -561,6 +581,8 @@ impl Worker {
             Outcome::Failed { text, forbidden, retry_after } => {
                 state.force = force;
                 state.put_off(now, retry_after.unwrap_or_default(), &self.pace);
+                // It concerns all that this account writes, not only this Service.
+                self.silent_until = self.silent_until.max(retry_after.map(|pause| now + pause));
                 tracing::debug!(service = %name, "status not written: {text}");
                 if forbidden {
                     let message = format!("the status cannot be written, allow `patch` of `services/status`: {text}");
