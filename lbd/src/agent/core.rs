@@ -395,6 +395,8 @@ impl<M: Maps> Core<M> {
         let same = self.planned.as_ref().is_some_and(|before| before.is_same(&planned));
         self.planned = Some(planned);
         if same && self.in_maps && self.plan.resets.is_empty() {
+            // Whether an address for which there is no room is shown depends on whether it is shown already.
+            self.revision += u64::from(self.events.lasting().iter().any(|notice| notice.reason == "TooManyFrontends"));
             self.keep_records(now);
             self.tell_notices(inputs, now);
             return true;
