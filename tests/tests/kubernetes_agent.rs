@@ -1121,3 +1121,41 @@ async fn b15_another_pool_renumbers_nobody() -> Result<()> {
     drop(agent);
     cluster.finish().await
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn b06_a_release_clears_our_statuses_and_a_later_start_gives_the_same_addresses() -> Result<()> {
+    let cluster = Cluster::any().await?;
+    let site = Site::new(&cluster).await?;
+    let mut agent = site.start().await?;
+    let before = serve(&cluster, &mut agent, &["a", "b"]).await?;
+    let (foreign, object) = load_balancer(&cluster, "foreign", 0);
+    let mut object = object;
+    object["spec"]["loadBalancerClass"] = json!("example.com/other");
+    cluster.client.create(&object).await?;
+    let theirs = json!({"status": {"loadBalancer": {"ingress": [{"ip": "198.51.100.99"}]}}});
+    cluster.client.patch_status("Service", &foreign.namespace, &foreign.name, "other", &theirs).await?;
+    drop(agent);
+    let config = lbd::config::load(&site.config()).map_err(|error| anyhow::anyhow!(error.report()))?;
+    let settings = config.hub.kubernetes.as_ref().context("a cluster")?;
+    let access = lbd::source::kubernetes::Access::open(settings)?;
+    assert_eq!(lbd::source::status::release_all(&access, &config).await.map_err(anyhow::Error::msg)?, (2, Vec::new()));
+    let shown = addresses(&cluster).await?;
+    assert_eq!((shown["a"].as_str(), shown["b"].as_str(), shown["foreign"].as_str()), ("", "", "198.51.100.99"));
+    for name in ["a", "b"] {
+        let found = cluster.client.get("Service", &cluster.namespace, name).await?;
+        assert!(found["status"]["conditions"].as_array().is_none_or(Vec::is_empty), "{}", found["status"]);
+    }
+    assert_eq!(lbd::source::status::release_all(&access, &config).await.map_err(anyhow::Error::msg)?, (0, Vec::new()));
+    let mut agent = site.start().await?;
+    let end = Instant::now() + LIMIT;
+    while addresses(&cluster)
+        .await?
+        .iter()
+        .any(|(name, address)| before.get(name).is_some_and(|known| known != address))
+    {
+        ensure!(Instant::now() < end, "other addresses than before: {:?}", addresses(&cluster).await?);
+        agent.step(Duration::from_millis(20)).await;
+    }
+    drop(agent);
+    cluster.finish().await
+}

@@ -5,9 +5,53 @@ use std::path::Path;
 
 use super::{DONE, FAILED, USAGE, complain, say};
 use crate::lbctl::Place;
+use crate::source::kubernetes::Access;
+use crate::source::status;
 
-/// Removes everything of lbd's from the kernel.
-pub(super) fn run(config: Option<&Path>, bpffs: Option<&Path>) -> u8 {
+/// Takes our entries out of the statuses of Services.
+fn release(path: &Path) -> u8 {
+    let config = match crate::config::load(path) {
+        Ok(config) => config,
+        Err(error) => return complain(&error.report(), USAGE),
+    };
+    let Some(settings) = &config.hub.kubernetes else {
+        return complain("there is no cluster in the configuration: no status to clear", USAGE);
+    };
+    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => return complain(&format!("cannot start: {error}"), FAILED),
+    };
+    let released = runtime.block_on(async {
+        let access = Access::open(settings).map_err(|error| error.to_string())?;
+        status::release_all(&access, &config).await
+    });
+    match released {
+        Ok((count, failed)) => {
+            say(&format!("cleared the status of {count} Services\n"));
+            for (service, why) in &failed {
+                complain(&format!("the status of {service} is not cleared: {why}"), FAILED);
+            }
+            if failed.is_empty() { DONE } else { FAILED }
+        }
+        Err(error) => complain(&error, FAILED),
+    }
+}
+
+/// Removes everything of lbd's from the kernel, and if asked to, our entries from the statuses of Services.
+pub(super) fn run(config: Option<&Path>, bpffs: Option<&Path>, statuses: bool) -> u8 {
+    // First this: an address that leads nowhere is worse than none.
+    let released = match config.filter(|_| statuses) {
+        Some(path) => release(path),
+        None => DONE,
+    };
+    if released == USAGE {
+        return released;
+    }
+    let detached = detach(config, bpffs);
+    if detached == DONE { released } else { detached }
+}
+
+fn detach(config: Option<&Path>, bpffs: Option<&Path>) -> u8 {
     let place = match config {
         Some(path) => match crate::config::load(path) {
             Ok(config) => config.datapath.bpffs,

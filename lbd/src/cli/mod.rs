@@ -100,6 +100,9 @@ struct DetachArgs {
     /// BPF file system [default: /sys/fs/bpf].
     #[arg(long, value_name = "PATH", conflicts_with = "config")]
     bpffs: Option<PathBuf>,
+    /// Also take our addresses and conditions out of the statuses of Services: the cluster then knows that nobody serves them.
+    #[arg(long, requires = "config")]
+    release: bool,
 }
 
 #[derive(Debug, Args)]
@@ -380,7 +383,9 @@ fn run(arguments: &[OsString]) -> u8 {
         Ok(LbdCommand::Run(arguments)) => run_agent(&arguments),
         Ok(LbdCommand::Check(arguments)) => check::run(&arguments.config),
         Ok(LbdCommand::Rbac(arguments)) => rbac(&arguments.config),
-        Ok(LbdCommand::Detach(arguments)) => detach::run(arguments.config.as_deref(), arguments.bpffs.as_deref()),
+        Ok(LbdCommand::Detach(arguments)) => {
+            detach::run(arguments.config.as_deref(), arguments.bpffs.as_deref(), arguments.release)
+        }
         Ok(LbdCommand::Rollback(arguments)) => {
             rollback::run(arguments.config.as_deref(), arguments.bpffs.as_deref(), arguments.discard)
         }
@@ -544,7 +549,13 @@ mod tests {
             assert!(error.to_string().contains(name), "{error}");
             assert!(!help.contains(name), "{help}");
         }
+    }
+
+    #[test]
+    fn statuses_are_cleared_for_a_configuration_only() {
         assert_eq!(Lbd::try_parse_from(["lbd", "detach", "--release"]).unwrap_err().exit_code(), 2);
+        let parsed = Lbd::try_parse_from(["lbd", "detach", "--release", "--config", "/etc/lbd/lbd.yaml"]).unwrap();
+        assert!(matches!(parsed.command, LbdCommand::Detach(DetachArgs { release: true, .. })));
     }
 
     #[test]

@@ -9,14 +9,15 @@ use std::time::{Duration, Instant};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1;
 use kube::Api;
-use kube::api::{Patch, PatchParams};
+use kube::api::{ListParams, Patch, PatchParams};
 use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio::task::{Id, JoinSet};
 
+use super::kubernetes::rights::{self, Reach};
 use super::kubernetes::{Access, Snapshot, describe, lock};
 use super::{CLASS, Condition, Inventory, MANAGER, ObjectName, PROGRAMMED, Service, ServiceKind};
-use crate::config::IpMode;
+use crate::config::{Config, IpMode};
 use crate::plan::model::Notice;
 
 /// Limit for one write.
@@ -154,6 +155,52 @@ pub async fn release(access: &Access, services: &BTreeMap<ObjectName, String>) -
         }
     }
     failed
+}
+
+/// Whether the status of a Service has something of ours: by its field managers, and by an address that is one of those given.
+fn is_released(object: &v1::Service, own: &dyn Fn(IpAddr) -> bool) -> bool {
+    let managers = object.metadata.managed_fields.iter().flatten();
+    let mut applied = managers.filter(|entry| entry.operation.as_deref() == Some("Apply"));
+    let ours = applied
+        .any(|entry| entry.manager.as_deref() == Some(MANAGER) && entry.subresource.as_deref() == Some("status"));
+    let ingress = object.status.iter().flat_map(|status| &status.load_balancer).flat_map(|status| &status.ingress);
+    let addresses: Vec<_> = ingress.flatten().filter_map(|entry| entry.ip.as_ref()?.parse::<IpAddr>().ok()).collect();
+    // Another lbd on the same cluster has the same name, but other pools. What has no address may only have our condition.
+    ours && addresses.iter().all(|address| own(*address))
+}
+
+/// Removes our entries from the statuses of all Services in claimed namespaces. Returns how many, and what could not be done.
+pub async fn release_all(access: &Access, config: &Config) -> Result<(usize, Vec<(ObjectName, String)>), String> {
+    let own = |address: IpAddr| {
+        let mut pools = config.tenants.iter().flat_map(|tenant| &tenant.pools);
+        let mut frontends = config.tenants.iter().flat_map(|tenant| &tenant.frontends);
+        pools.any(|pool| pool.contains(address)) || frontends.any(|frontend| frontend.vip == Some(address))
+    };
+    let places = rights::places(config, Reach::Services);
+    let api: Api<v1::Service> = Api::all(access.client());
+    let mut services = BTreeMap::new();
+    let mut page = ListParams::default().limit(500);
+    loop {
+        let list = match tokio::time::timeout(REQUEST_TIMEOUT, api.list(&page)).await {
+            Ok(Ok(list)) => list,
+            Ok(Err(error)) => return Err(format!("Services cannot be listed: {}", describe(&error))),
+            Err(_) => return Err(format!("Services cannot be listed: no answer within {REQUEST_TIMEOUT:?}")),
+        };
+        for object in &list.items {
+            let text = |text: &Option<String>| text.clone().unwrap_or_default();
+            let name = ObjectName::new(text(&object.metadata.namespace), text(&object.metadata.name));
+            let claimed = places.as_ref().is_none_or(|places| places.contains(name.namespace.as_str()));
+            if claimed && is_released(object, &own) {
+                services.insert(name, text(&object.metadata.uid));
+            }
+        }
+        match list.metadata.continue_.filter(|token| !token.is_empty()) {
+            Some(token) => page = page.continue_token(&token),
+            None => break,
+        }
+    }
+    let failed = release(access, &services).await;
+    Ok((services.len() - failed.len(), failed))
 }
 
 /// How a write went.

@@ -59,6 +59,11 @@ impl Api {
         self.call(async |client| client.get(kind, namespace, name).await)
     }
 
+    /// Lists the objects of a namespace.
+    pub fn list(&self, kind: &str, namespace: &str) -> Result<Vec<Value>> {
+        self.call(async |client| client.list(kind, namespace).await)
+    }
+
     /// Merges a patch into an object.
     pub fn patch(&self, kind: &str, namespace: &str, name: &str, patch: &Value) -> Result<Value> {
         self.call(async |client| client.patch(kind, namespace, name, patch).await)
