@@ -1159,3 +1159,67 @@ async fn b06_a_release_clears_our_statuses_and_a_later_start_gives_the_same_addr
     drop(agent);
     cluster.finish().await
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn b46_b47_of_two_families_what_the_pools_have_is_shown_in_order_and_stays() -> Result<()> {
+    let Some(cluster) = Cluster::with_faults("both families, whatever the cluster has").await? else { return Ok(()) };
+    let site = Site::new(&cluster).await?;
+    let mut agent = site.start().await?;
+    let create = async |name: &str, policy: &str| {
+        let (_, mut object) = load_balancer(&cluster, name, 0);
+        object["spec"]["ipFamilyPolicy"] = json!(policy);
+        object["spec"]["ipFamilies"] = json!(["IPv4", "IPv6"]);
+        cluster.client.create(&object).await.map(drop)
+    };
+    create("preferring", "PreferDualStack").await?;
+    create("requiring", "RequireDualStack").await?;
+    until(&mut agent, "the one that can be served is", |agent| !address(agent, &cluster, "preferring").is_empty())
+        .await?;
+    let shown = async |agent: &mut DryAgent, name: &str, wanted: &dyn Fn(&[String]) -> bool| -> Result<Vec<String>> {
+        let end = Instant::now() + LIMIT;
+        loop {
+            let object = cluster.client.get("Service", &cluster.namespace, name).await?;
+            let ingress = object["status"]["loadBalancer"]["ingress"].as_array().cloned().unwrap_or_default();
+            ensure!(ingress.iter().all(|entry| entry["hostname"].is_null()), "a host name: {ingress:?}");
+            let found: Vec<String> =
+                ingress.iter().filter_map(|entry| Some(entry["ip"].as_str()?.to_owned())).collect();
+            if wanted(&found) {
+                return Ok(found);
+            }
+            ensure!(Instant::now() < end, "{name} shows {found:?}: {:?}", agent.notices());
+            agent.step(Duration::from_millis(20)).await;
+        }
+    };
+    let first = shown(&mut agent, "preferring", &|found| found.len() == 1).await?;
+    assert_eq!(first, ["192.0.2.32"]);
+    until(&mut agent, "the other is told why not", |agent| told(agent, "FamilyUnavailable")).await?;
+    agent.run_for(Duration::from_millis(200)).await;
+    assert!(shown(&mut agent, "requiring", &|_| true).await?.is_empty());
+
+    // A pool of the other family: what is shown keeps its place.
+    site.configure(|text| {
+        text.replace("snat: [10.0.0.2]", "snat: [10.0.0.2, '2001:db8:f::2']")
+            .replace("node_cidrs: [10.0.0.0/24]", "node_cidrs: [10.0.0.0/24, '2001:db8:f::/64']")
+            .replace(
+                "address: 192.0.2.2/24, gateway: 192.0.2.1",
+                "address: [192.0.2.2/24, '2001:db8:a::2/64'], gateway: [192.0.2.1, '2001:db8:a::1']",
+            )
+            .replace(&format!("[{POOL}]"), &format!("['2001:db8:a::30/124', {POOL}]"))
+    })?;
+    cluster.grant(&std::fs::read_to_string(site.config())?).await?;
+    let answer = agent.reload(&site.config());
+    let both = shown(&mut agent, "preferring", &|found| found.len() == 2).await.with_context(|| answer.clone())?;
+    assert!(both[0] == first[0] && both[1].starts_with("2001:db8:a::3"), "{both:?}");
+    let required = shown(&mut agent, "requiring", &|found| found.len() == 2).await?;
+    assert!(required[0].starts_with("192.0.2.") && required[1].starts_with("2001:db8:a::3"), "{required:?}");
+    // After a restart nothing is written: the order is the same.
+    agent.save()?;
+    drop(agent);
+    let mut agent = site.start().await?;
+    until(&mut agent, "it acts", |agent| holds(agent) && services(agent.plan()).len() == 4).await?;
+    agent.run_for(Duration::from_millis(300)).await;
+    assert_eq!(agent.status_writes(), 0);
+    assert_eq!(shown(&mut agent, "preferring", &|_| true).await?, both);
+    drop(agent);
+    cluster.finish().await
+}
