@@ -127,7 +127,6 @@ impl Bed {
             hash(names::FRONTENDS, size_of::<abi::FrontendKey>(), size_of::<abi::Frontend>(), abi::MAX_FRONTENDS)?,
             array(names::HALF_OPEN4, size_of::<abi::HalfOpenSet<Address4>>(), abi::HALF_OPEN_SETS)?,
             array(names::HALF_OPEN6, size_of::<abi::HalfOpenSet<Address6>>(), abi::HALF_OPEN_SETS)?,
-            array(names::SEGMENTS, size_of::<abi::Segment>(), abi::SEGMENT_SLOTS)?,
             array(names::TENANTS, size_of::<abi::Tenant>(), abi::MAX_TENANTS)?,
             array(names::TENANT_USE, size_of::<abi::TenantUse>(), abi::MAX_TENANTS)?,
             array(names::FRONTEND_OWNERS, size_of::<abi::FrontendOwner>(), abi::MAX_FRONTENDS)?,
@@ -154,7 +153,10 @@ impl Bed {
         let hops = array(names::NEXT_HOPS, size_of::<abi::NextHop>(), abi::MAX_NEXT_HOPS)?;
         let hop = |segment| abi::NextHop { ifindex: 2, segment, ..abi::NextHop::ZERO };
         hops.set_many(&[HUB_HOP, TENANT_HOP], &[hop(HUB), hop(TENANT)])?;
-        others.extend([settings, timeouts, hops]);
+        let segments = array(names::SEGMENTS, size_of::<abi::Segment>(), abi::SEGMENT_SLOTS)?;
+        let segment = |id| abi::Segment { id, ..abi::Segment::ZERO };
+        segments.set_many(&[0_u32, abi::VLANS], &[segment(HUB), segment(TENANT)])?;
+        others.extend([settings, timeouts, hops, segments]);
         fill(&flows, now)?;
         Ok(Self { directory, flows, _others: others })
     }
