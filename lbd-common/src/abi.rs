@@ -926,7 +926,7 @@ abi_struct! {
         pub new_flows: u64,
         /// Second that `new_flows` counts.
         pub window: u64,
-        /// At index 0 (no tenant): tick of the last hint that was left.
+        /// At index 0 (no tenant): tick at which the last of all hints expires.
         pub hinted: u64,
         /// Refusals that were sent from the tenant's reserve in a tick ([`crate::reserve`]).
         pub refusals: u64,
