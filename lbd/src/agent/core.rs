@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use jiff::Timestamp;
 
@@ -402,9 +402,11 @@ impl<M: Maps> Core<M> {
             return true;
         }
         self.revision += 1;
+        let begun = Instant::now();
         let mut plan =
             self.planner.plan(&self.config, &inputs.inventory, &self.assignments, &inputs.health, &inputs.host);
         restrain(&mut plan, inputs);
+        tracing::debug!(frontends = plan.frontends.len(), took = ?begun.elapsed(), "plan made");
         self.keep_records(now);
         let done = if self.in_maps && *self.plan == plan {
             self.keep_ids(now);
@@ -427,7 +429,9 @@ impl<M: Maps> Core<M> {
     pub(super) fn apply(&mut self, plan: Plan, now: Timestamp) -> bool {
         self.plan = Arc::new(plan);
         self.revision += 1;
+        let begun = Instant::now();
         let result = self.maps.apply(&self.plan);
+        let took = begun.elapsed();
         self.in_maps = result.is_ok();
         if result.is_ok() {
             self.planner.applied();
@@ -443,7 +447,7 @@ impl<M: Maps> Core<M> {
                 if self.apply_status.error.take().is_some() {
                     self.tell(false, "ApplyRecovered", "the datapath holds the plan again", now);
                 }
-                tracing::debug!(writes = applied.map_writes, resets = applied.flows_reset, "plan applied");
+                tracing::debug!(writes = applied.map_writes, resets = applied.flows_reset, ?took, "plan applied");
                 true
             }
             Err(error) => {

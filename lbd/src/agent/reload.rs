@@ -55,10 +55,10 @@ impl<M: Maps> Core<M> {
 
     fn try_reload(&mut self, path: &Path, request: ReloadRequest, inputs: &Inputs, now: Timestamp) -> ReloadReply {
         let new = match config::load(path) {
-            Ok(new) => new,
+            Ok(new) => Arc::new(new),
             Err(error) => return refused(reload_outcome::INVALID, error.report()),
         };
-        if new == *self.config {
+        if *new == *self.config {
             return ReloadReply { outcome: reload_outcome::UNCHANGED.to_owned(), ..ReloadReply::default() };
         }
         if let Some((outcome, why)) = beyond_reload(&self.config, &new) {
@@ -113,14 +113,14 @@ impl<M: Maps> Core<M> {
             return reply(reload_outcome::FAILED, Some(error.to_string()));
         }
         self.config_status.loaded = time(now);
-        self.config = Arc::new(new);
+        self.config = new;
         // If the maps can't take all of it now, the main loop goes on trying: the new configuration is in force.
         self.reconcile(inputs, now);
         reply(reload_outcome::APPLIED, None)
     }
 
     /// The plan that [`Self::reconcile`] makes of another configuration. Nothing changes.
-    fn preview(&self, config: &Config, inputs: &Inputs, now: Timestamp) -> Plan {
+    fn preview(&self, config: &Arc<Config>, inputs: &Inputs, now: Timestamp) -> Plan {
         let assignments = if inputs.role == Role::Acting {
             let mut ipam = Ipam::new(self.ipam.record().clone());
             ipam.assign(config, &inputs.inventory, &inputs.host, &inputs.taken, now.as_second())
@@ -128,7 +128,7 @@ impl<M: Maps> Core<M> {
             self.frozen(config, inputs, now)
         };
         let mut planner = Planner::new(self.planner.ids().clone());
-        let mut plan = planner.plan(config, &inputs.inventory, &assignments, &inputs.health, &inputs.host);
+        let mut plan = planner.plan(config, &inputs.inventory, &Arc::new(assignments), &inputs.health, &inputs.host);
         restrain(&mut plan, inputs);
         plan
     }

@@ -3,7 +3,6 @@
 use std::collections::hash_map::Entry as MapEntry;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::net::{IpAddr, SocketAddr};
-use std::rc::Rc;
 use std::sync::Arc;
 
 use ipnet::IpNet;
@@ -60,7 +59,7 @@ enum Leads<'a> {
     File(&'a Frontend),
     /// To endpoints of its Service, addresses and ports, in the tenant's segment. `own_snat`: what settings say of SNAT is of that segment.
     /// `probe_port`: the port on the endpoints that the probe's name means.
-    Endpoints { backends: Rc<[(IpAddr, u16)]>, own_snat: bool, probe_port: Option<u16> },
+    Endpoints { backends: Arc<[(IpAddr, u16)]>, own_snat: bool, probe_port: Option<u16> },
 }
 
 /// Backends of one frontend that are endpoints, at most.
@@ -95,6 +94,11 @@ impl Wish<'_> {
 
     const fn to_nodes(&self) -> bool {
         matches!(self.leads, Leads::Nodes)
+    }
+
+    /// It leads to endpoints of its Service.
+    pub(super) const fn to_endpoints(&self) -> bool {
+        matches!(self.leads, Leads::Endpoints { .. })
     }
 
     /// The Service, if only some backends have endpoints of it.
@@ -573,7 +577,7 @@ impl<'a> Endpoints<'a> {
         (most_common(&backends), Leads::Endpoints { backends, own_snat, probe_port }, tcp_port)
     }
 
-    fn backends(&self, port: &ServicePort) -> Rc<[(IpAddr, u16)]> {
+    fn backends(&self, port: &ServicePort) -> Arc<[(IpAddr, u16)]> {
         let all: BTreeSet<(IpAddr, u16)> = self
             .usable
             .iter()
@@ -623,6 +627,15 @@ struct Candidate {
     sure: bool,
 }
 
+/// What of a frontend may change though nobody wishes for anything else.
+struct Varying {
+    timeouts: TimeoutsId,
+    snat: Option<IpAddr>,
+    table: Option<usize>,
+    backends: Backends,
+    probe: Option<Arc<FrontendProbe>>,
+}
+
 /// Judgement on a set of backends.
 #[derive(Clone)]
 struct Judged {
@@ -635,8 +648,23 @@ struct Judged {
     unknown: Arc<BTreeSet<BackendId>>,
 }
 
-/// Fills in frontends, backends, tables and probes.
-pub(super) fn fill<'a>(context: &mut Context<'a, '_>, wishes: &[Wish<'a>], plan: &mut Plan) {
+/// What follows from wishes alone, whatever nodes and backends do.
+#[derive(Debug)]
+pub(super) struct Settled {
+    /// Of each wish: its frontend's id, and how its backends are probed if each frontend is probed for itself.
+    frontends: Vec<(FrontendId, Option<Arc<FrontendProbe>>)>,
+    /// Notices about these probes.
+    notices: Vec<Notice>,
+}
+
+/// Fills in frontends, backends, tables and probes. `settled` comes from the same wishes on the same host, if from anywhere. Returns what
+/// is settled now, unless there is no room for some wish: that may change.
+pub(super) fn fill<'a>(
+    context: &mut Context<'a, '_>,
+    wishes: &[Wish<'a>],
+    settled: Option<Settled>,
+    plan: &mut Plan,
+) -> Option<Settled> {
     let hub = context.site.segment(&context.config.hub.segment).unwrap_or_default();
     let sources = Sources::new(context, hub, wishes, plan);
     let of_nodes = |v6: bool| wishes.iter().any(|wish| wish.to_nodes() && wish.is_v6() == v6);
@@ -653,13 +681,15 @@ pub(super) fn fill<'a>(context: &mut Context<'a, '_>, wishes: &[Wish<'a>], plan:
         last_probe: None,
         last_judged: None,
     };
-    let refused = beyond_capacity(context, wishes, plan);
-    let ids: Vec<_> = wishes
-        .iter()
-        .enumerate()
-        .map(|(place, wish)| if refused.contains(&place) { None } else { frontend_id(context, wish, plan) })
-        .collect();
-    let probes: Vec<_> = wishes.iter().map(|wish| filler.probe(context, wish, plan)).collect();
+    let known = settled.is_some();
+    let (ids, probes, notices) = match settled {
+        Some(Settled { frontends, notices }) => {
+            plan.notices.extend_from_slice(&notices);
+            let (ids, probes) = frontends.into_iter().map(|(id, probe)| (Some((id, false)), probe)).unzip();
+            (ids, probes, notices)
+        }
+        None => filler.settle(context, wishes, plan),
+    };
     filler.crowd = crowd(&filler.nodes, wishes, &ids, &probes);
     if filler.crowd.is_some() {
         plan.notices.push(Notice {
@@ -672,9 +702,9 @@ pub(super) fn fill<'a>(context: &mut Context<'a, '_>, wishes: &[Wish<'a>], plan:
             ),
         });
     }
-    for ((wish, id), probe) in wishes.iter().zip(&ids).zip(probes) {
+    for ((wish, id), probe) in wishes.iter().zip(&ids).zip(&probes) {
         if let &Some((id, new)) = id {
-            filler.frontend(context, wish, id, new, probe, plan);
+            filler.frontend(context, wish, id, new, probe.clone(), known, plan);
         }
     }
     let (tables, tight) = filler.tables.finish(context.cache);
@@ -702,7 +732,11 @@ pub(super) fn fill<'a>(context: &mut Context<'a, '_>, wishes: &[Wish<'a>], plan:
     drop(filler.last_probe);
     filler.shared.forget_unused();
     context.cache.shared = filler.shared;
-    targets(context, hub, wishes, &ids, plan);
+    if !known {
+        targets(context, hub, wishes, &ids, plan);
+    }
+    let frontends: Option<Vec<_>> = ids.into_iter().zip(probes).map(|(id, probe)| Some((id?.0, probe))).collect();
+    Some(Settled { frontends: frontends?, notices })
 }
 
 /// Addresses that backends see connections come from.
@@ -868,6 +902,28 @@ impl Shared {
         }
     }
 
+    /// The frontend that was made of the same wish before, with what may be another now. `None` if no plan holds it any more.
+    fn again(&mut self, id: FrontendId, varying: &Varying) -> Option<Arc<FrontendPlan>> {
+        let known = self.frontends.get_mut(usize::from(id))?.as_mut()?;
+        let Varying { timeouts, snat, table, backends, probe } = varying;
+        let same = known.timeouts == *timeouts
+            && known.snat == *snat
+            && known.table == *table
+            && known.backends == *backends
+            && known.probe == *probe;
+        if !same {
+            *known = Arc::new(FrontendPlan {
+                timeouts: *timeouts,
+                snat: *snat,
+                table: *table,
+                backends: backends.clone(),
+                probe: probe.clone(),
+                ..(**known).clone()
+            });
+        }
+        Some(Arc::clone(known))
+    }
+
     fn list(&mut self, list: Vec<FrontendBackend>) -> Backends {
         self.lists.entry(list).or_insert_with_key(|list| list.as_slice().into()).clone()
     }
@@ -993,7 +1049,28 @@ struct How {
     v6: bool,
 }
 
+/// Ids of wishes, and whether they are new; `None` = there is none left.
+type WishIds = Vec<Option<(FrontendId, bool)>>;
+
 impl<'a> Filler<'a> {
+    /// Gives wishes their ids, and says how their backends are probed, and what is to be told about that.
+    fn settle(
+        &mut self,
+        context: &mut Context<'a, '_>,
+        wishes: &[Wish<'a>],
+        plan: &mut Plan,
+    ) -> (WishIds, Vec<Option<Arc<FrontendProbe>>>, Vec<Notice>) {
+        let refused = beyond_capacity(context, wishes, plan);
+        let ids = wishes
+            .iter()
+            .enumerate()
+            .map(|(place, wish)| if refused.contains(&place) { None } else { frontend_id(context, wish, plan) })
+            .collect();
+        let told = plan.notices.len();
+        let probes = wishes.iter().map(|wish| self.probe(context, wish, plan)).collect();
+        (ids, probes, plan.notices[told..].to_vec())
+    }
+
     /// How the backends of a frontend are probed, each frontend for itself.
     fn probe(&mut self, context: &Context<'a, '_>, wish: &Wish<'a>, plan: &mut Plan) -> Option<Arc<FrontendProbe>> {
         let probe = &wish.settings.health;
@@ -1069,6 +1146,7 @@ impl<'a> Filler<'a> {
         id: FrontendId,
         new: bool,
         probe: Option<Arc<FrontendProbe>>,
+        known: bool,
         plan: &mut Plan,
     ) {
         if wish.target == 0 && wish.service.is_some_and(|service| !service.terminating) {
@@ -1110,6 +1188,12 @@ impl<'a> Filler<'a> {
         };
         alarms(wish, &judged, how, plan);
         down_resets(context, wish, id, new, &judged);
+        let timeouts = timeouts(context, wish, plan);
+        let varying = Varying { timeouts, snat, table: judged.table, backends: judged.backends, probe };
+        if known && let Some(frontend) = self.shared.again(id, &varying) {
+            self.frontends.push((wish.address, frontend));
+            return;
+        }
         let affinity = wish.settings.affinity.unwrap_or_else(|| {
             if wish.service.is_some_and(|service| service.client_ip_affinity) {
                 Affinity::Source
@@ -1121,7 +1205,7 @@ impl<'a> Filler<'a> {
             id,
             tenant: wish.tenant_id,
             name: wish.name.clone(),
-            timeouts: timeouts(context, wish, plan),
+            timeouts: varying.timeouts,
             service: wish.service_name.cloned(),
             service_uid: wish.service.map(|service| service.uid.clone()).unwrap_or_default(),
             guest_made: wish.service.is_some_and(is_guest_made),
@@ -1135,11 +1219,11 @@ impl<'a> Filler<'a> {
             adopt: wish.settings.adopt == Adopt::Takeover,
             unserved_drop: wish.settings.unserved == Unserved::Drop,
             target_port: wish.target,
-            snat,
+            snat: varying.snat,
             snat_ports: context.config.hub.snat_ports,
-            table: judged.table,
-            backends: judged.backends,
-            probe,
+            table: varying.table,
+            backends: varying.backends,
+            probe: varying.probe,
             reset_on_down: wish.settings.on_down == OnDown::Reset,
         });
         self.frontends.push((wish.address, frontend));

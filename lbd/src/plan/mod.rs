@@ -2,6 +2,7 @@
 
 mod frontend;
 mod ids;
+mod known;
 pub mod model;
 pub(crate) mod ranges;
 mod table;
@@ -12,12 +13,14 @@ mod tests;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
+use std::sync::Arc;
 
 use ipnet::IpNet;
 use lbd_common::abi::{HALF_OPEN_SETS, HALF_OPEN_WAYS};
 
 pub use self::ids::Ids;
 use self::ids::{BackendKey, SEGMENTS, SegmentKey, TENANTS};
+use self::known::{Known, Origin};
 use self::model::{
     AddressPlan, FamilyLimitsPlan, Health, HostFacts, InterfaceFacts, Notice, Pinned, Plan, Reset, SegmentId,
     SegmentPlan, TenantId, TenantPlan,
@@ -32,13 +35,15 @@ use crate::source::Inventory;
 pub struct Planner {
     ids: Ids,
     cache: Cache,
+    /// What the last plan was asked for. Most changes are of nodes and of what probes find: then all of it holds.
+    known: Option<Known>,
 }
 
 impl Planner {
     /// Starts from the ids of an earlier life, or from none.
     pub fn new(mut ids: Ids) -> Self {
         ids.repair();
-        Self { ids, cache: Cache::default() }
+        Self { ids, ..Self::default() }
     }
 
     /// Starts from the ids of an earlier life if the maps agree with them, else from what the maps hold.
@@ -54,7 +59,7 @@ impl Planner {
             );
             ids = Ids::recovered(pinned, config);
         }
-        Self { ids, cache: Cache::default() }
+        Self { ids, ..Self::default() }
     }
 
     /// To be kept on disk, before the plan is applied.
@@ -84,9 +89,9 @@ impl Planner {
     /// has not been listed yet.
     pub fn plan(
         &mut self,
-        config: &Config,
+        config: &Arc<Config>,
         inventory: &Inventory,
-        assignments: &Assignments,
+        assignments: &Arc<Assignments>,
         health: &Health,
         host: &HostFacts,
     ) -> Plan {
@@ -97,9 +102,17 @@ impl Planner {
         for (tenant, vip) in frontend::vips(config, assignments) {
             add_vip(&site, tenant, vip, &mut plan);
         }
-        let wishes = frontend::wishes(config, inventory, assignments, &site, &self.ids, &mut plan);
+        let origin = Origin::of(config, inventory, assignments, host);
+        let mut known = match self.known.take().filter(|known| known.holds(&origin)) {
+            Some(known) => {
+                known.add_to(&mut plan);
+                known
+            }
+            None => Known::make(origin, &site, &self.ids, &mut plan),
+        };
+        let settled = known.settled.take();
         let mut resets = BTreeSet::new();
-        frontend::fill(
+        known.settled = frontend::fill(
             &mut frontend::Context {
                 config,
                 inventory,
@@ -110,9 +123,11 @@ impl Planner {
                 cache: &mut self.cache,
                 resets: &mut resets,
             },
-            &wishes,
+            known.wishes(),
+            settled,
             &mut plan,
         );
+        self.known = Some(known);
         close_quietly(&mut plan);
         self.forget(complete, inventory, config, &site, &plan, &mut resets);
         if !resets.is_empty() {

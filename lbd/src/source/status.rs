@@ -16,7 +16,7 @@ use tokio::task::{Id, JoinSet};
 
 use super::kubernetes::rights::{self, Reach};
 use super::kubernetes::{Access, Snapshot, describe, lock};
-use super::{CLASS, Condition, Inventory, MANAGER, ObjectName, PROGRAMMED, Service, ServiceKind};
+use super::{CLASS, Condition, Inventory, MANAGER, ObjectName, Objects, PROGRAMMED, Service, ServiceKind};
 use crate::config::{Config, IpMode};
 use crate::plan::model::Notice;
 
@@ -408,6 +408,8 @@ impl Worker {
     async fn run(mut self) {
         let mut connected = false;
         let mut dirty = true;
+        // Nodes and the like come and go, too: of the snapshots, only other Services than the last scan saw are news.
+        let mut scanned = Objects::default();
         let mut scan_at = Instant::now();
         let mut next: Option<Instant> = None;
         loop {
@@ -422,6 +424,7 @@ impl Worker {
                     state.pause = self.pace.pause_first;
                 }
             }
+            dirty |= snapshot.connected != connected || !snapshot.inventory.services.ptr_eq(&scanned);
             connected = snapshot.connected;
             if next.is_some_and(|at| at <= now) {
                 (dirty, next) = (true, None);
@@ -432,6 +435,7 @@ impl Worker {
                 && scan_at <= now
             {
                 next = self.scan(&snapshot.inventory, desired, now);
+                scanned = snapshot.inventory.services.clone();
                 dirty = false;
                 // With very many Services, what changes while they are looked through waits a little.
                 scan_at = now + now.elapsed() * 10;
@@ -453,7 +457,7 @@ impl Worker {
             let wait = wake.map_or(Duration::from_hours(1), |at| at.saturating_duration_since(Instant::now()));
             tokio::select! {
                 changed = self.desired.changed() => if changed.is_ok() { dirty = true } else { return },
-                changed = self.snapshots.changed() => if changed.is_ok() { dirty = true } else { return },
+                changed = self.snapshots.changed() => if changed.is_err() { return },
                 Some(done) = self.running.join_next_with_id() => match done {
                     Ok((id, outcome)) => self.done(id, outcome),
                     Err(error) => {

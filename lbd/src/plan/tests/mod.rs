@@ -31,6 +31,10 @@ struct World {
     host: HostFacts,
     ipam: Ipam,
     planner: Planner,
+    /// What the last plan was given: the same again is the same object, as in the agent.
+    given: (Arc<Config>, Arc<Assignments>),
+    /// The last plan had the wishes of the one before.
+    same_wishes: bool,
 }
 
 impl World {
@@ -42,6 +46,8 @@ impl World {
             host: host(),
             ipam: Ipam::default(),
             planner: Planner::default(),
+            given: (Arc::new(config()), Arc::default()),
+            same_wishes: false,
         }
     }
 
@@ -66,7 +72,20 @@ impl World {
 
     fn plan(&mut self) -> Plan {
         let assignments = self.ipam.assign(&self.config, &self.inventory, &self.host, &BTreeSet::new(), 0);
-        self.planner.plan(&self.config, &self.inventory, &assignments, &self.health, &self.host)
+        self.plan_with(&assignments)
+    }
+
+    fn plan_with(&mut self, assignments: &Assignments) -> Plan {
+        let (config, known) = &mut self.given;
+        if **config != self.config {
+            *config = Arc::new(self.config.clone());
+        }
+        if **known != *assignments {
+            *known = Arc::new(assignments.clone());
+        }
+        let origin = Origin::of(config, &self.inventory, known, &self.host);
+        self.same_wishes = self.planner.known.as_ref().is_some_and(|wishes| wishes.holds(&origin));
+        self.planner.plan(config, &self.inventory, known, &self.health, &self.host)
     }
 
     /// A plan that has reached the maps.
@@ -811,7 +830,7 @@ fn ten_thousand_services_on_five_hundred_nodes_share_one_table() {
     println!("addresses again: {:?}", processor_time().saturating_sub(start));
     let plan_of = |world: &mut World, what: &str| {
         let start = processor_time();
-        let plan = world.planner.plan(&world.config, &world.inventory, &assignments, &world.health, &world.host);
+        let plan = world.plan_with(&assignments);
         let took = processor_time().saturating_sub(start);
         println!("{what}: {took:?}");
         world.planner.applied();
@@ -1029,7 +1048,9 @@ proptest! {
             let now = serde_json::to_string(world.planner.ids()).unwrap();
             prop_assert!(now == saved.1 || world.planner.ids_revision() > saved.0);
             let assignments = world.ipam.assign(&world.config, &world.inventory, &world.host, &BTreeSet::new(), 0);
-            let again = Planner::new(ids).plan(&world.config, &world.inventory, &assignments, &world.health, &world.host);
+            let last = std::mem::replace(&mut world.planner, Planner::new(ids));
+            let again = world.plan_with(&assignments);
+            world.planner = last;
             prop_assert!(again == plan);
             world.planner.applied();
             let quiet = world.apply();

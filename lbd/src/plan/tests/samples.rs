@@ -63,7 +63,7 @@ impl Site {
     fn plan(&mut self) -> Plan {
         let world = &mut self.world;
         self.assignments = world.ipam.assign(&world.config, &world.inventory, &world.host, &BTreeSet::new(), 0);
-        world.planner.plan(&world.config, &world.inventory, &self.assignments, &world.health, &world.host)
+        world.plan_with(&self.assignments)
     }
 
     fn addresses(&self, named: &str) -> Vec<String> {
