@@ -58,7 +58,7 @@ enum LbdCommand {
     Check(CheckArgs),
     /// Print the Kubernetes manifests that grant this configuration's agent what it asks for, and nothing else.
     ///
-    /// For `kubectl apply -f -`. To be repeated when claims or pools change.
+    /// For `kubectl apply --server-side --force-conflicts -f -`. To be repeated when claims or pools change.
     Rbac(CheckArgs),
     /// Remove programs, pins and announcements from this host: connections through lbd end.
     ///

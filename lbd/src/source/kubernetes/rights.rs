@@ -13,6 +13,15 @@ use crate::source::PROGRAMMED;
 /// Name of the account and of all that is granted to it.
 const NAME: &str = "lbd";
 
+/// How long an expression of a policy gets. The server compiles up to 100,000 characters; what is longer stands in variables.
+const EXPRESSION: usize = 90_000;
+/// Of these, all alternatives of a tenant's claims together; its prefixes are the rest.
+const CLAIMS: usize = 40_000;
+/// So many namespaces and prefixes are in one list: at 63 and 43 characters they are within the limits above.
+const NAMESPACES: usize = 400;
+const PREFIXES: usize = 1000;
+const OR: &str = " || ";
+
 /// Where a right is needed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reach {
@@ -96,7 +105,7 @@ pub fn places(config: &Config, reach: Reach) -> Option<BTreeSet<&str>> {
     }
 }
 
-/// Manifests, for `kubectl apply -f -`, that give an account of the agent what this configuration needs and nothing else.
+/// Manifests, for `kubectl apply --server-side -f -`, that give an account of the agent what this configuration needs and nothing else.
 pub fn manifests(config: &Config) -> String {
     let mut text = format!(
         "\
@@ -210,12 +219,17 @@ fn policy(config: &Config) -> String {
         )
         .collect::<Vec<_>>()
         .join(" && ");
-    let tenants: Vec<_> = config
-        .tenants
-        .iter()
-        .filter(|tenant| !tenant.claims.is_empty())
-        .map(|tenant| format!("({}) && variables.added.all(it, {})", claims(tenant), pools(tenant)))
-        .collect();
+    let mut lists = Vec::new();
+    let mut tenants = Vec::new();
+    for tenant in config.tenants.iter().filter(|tenant| !tenant.claims.is_empty()) {
+        let pools = pools(tenant, &mut lists);
+        tenants.extend(
+            joined(claims(tenant), CLAIMS)
+                .into_iter()
+                .map(|claims| format!("({claims}) && variables.added.all(it, {pools})")),
+        );
+    }
+    let mut tenants = joined(tenants, EXPRESSION);
     let ingress = |of: &str| {
         format!(
             "has({of}.status) && has({of}.status.loadBalancer) && has({of}.status.loadBalancer.ingress) ? \
@@ -248,9 +262,18 @@ spec:
     text.push_str(&named("ingress", &ingress("object")));
     text.push_str(&named("before", &ingress("oldObject")));
     text.push_str(&named("added", "variables.ingress.filter(it, !(it in variables.before))"));
+    for (index, list) in lists.iter().enumerate() {
+        text.push_str(&named(&format!("pools{index}"), list));
+    }
+    if tenants.len() > 1 {
+        for (index, part) in tenants.iter_mut().enumerate() {
+            text.push_str(&named(&format!("tenants{index}"), part));
+            *part = format!("variables.tenants{index}");
+        }
+    }
     text.push_str("  validations:\n");
     let message = "lbd may write only addresses of a tenant's pools, to Services that this tenant claims";
-    text.push_str(&rule(&tenants.join(" || "), message));
+    text.push_str(&rule(&tenants.join(OR), message));
     let message = format!("lbd may write no condition but {PROGRAMMED}");
     text.push_str(&rule(&format!("{} == {}", others("object"), others("oldObject")), &message));
     text.push_str(&rule(&metadata, "lbd may change nothing of a Service but its status"));
@@ -269,8 +292,23 @@ spec:
     text
 }
 
-/// CEL: whether some claim of the tenant matches the Service.
-fn claims(tenant: &Tenant) -> String {
+/// Alternatives, joined to as few expressions as can be of at most so many characters each.
+fn joined(alternatives: Vec<String>, most: usize) -> Vec<String> {
+    let mut all: Vec<String> = Vec::new();
+    for one in alternatives {
+        match all.last_mut() {
+            Some(last) if last.len() + OR.len() + one.len() <= most => {
+                last.push_str(OR);
+                last.push_str(&one);
+            }
+            _ => all.push(one),
+        }
+    }
+    all
+}
+
+/// CEL: of each claim of the tenant, whether it matches the Service; of one that names many namespaces, in parts.
+fn claims(tenant: &Tenant) -> Vec<String> {
     let labels = |of: &str, wanted: &BTreeMap<String, String>| -> Vec<String> {
         wanted
             .iter()
@@ -280,21 +318,28 @@ fn claims(tenant: &Tenant) -> String {
             })
             .collect()
     };
-    let one = |claim: &Claim| {
+    let part = |claim: &Claim, names: &[String]| {
         let mut parts = Vec::new();
-        if !claim.namespaces.is_empty() {
-            let names: Vec<_> = claim.namespaces.iter().map(|name| quoted(name)).collect();
+        if !names.is_empty() {
+            let names: Vec<_> = names.iter().map(|name| quoted(name)).collect();
             parts.push(format!("request.namespace in [{}]", names.join(", ")));
         }
         parts.extend(labels("namespaceObject.metadata", &claim.namespace_labels));
         parts.extend(labels("object.metadata", &claim.service_labels));
         parts.join(" && ")
     };
-    tenant.claims.iter().map(one).collect::<Vec<_>>().join(" || ")
+    let one = |claim: &Claim| -> Vec<String> {
+        if claim.namespaces.is_empty() {
+            return vec![part(claim, &[])];
+        }
+        claim.namespaces.chunks(NAMESPACES).map(|names| part(claim, names)).collect()
+    };
+    tenant.claims.iter().flat_map(one).collect()
 }
 
 /// CEL: whether the ingress entry `it` is an address of the tenant's pools, or of a frontend that names a Service: that may be any.
-fn pools(tenant: &Tenant) -> String {
+/// `lists` takes what is too long to stand in one expression.
+fn pools(tenant: &Tenant, lists: &mut Vec<String>) -> String {
     let mut prefixes = Vec::new();
     for pool in &tenant.pools {
         match (pool.first, pool.last) {
@@ -312,7 +357,18 @@ fn pools(tenant: &Tenant) -> String {
     let outside = named.filter(|vip| !tenant.pools.iter().any(|pool| pool.contains(*vip)));
     let outside: BTreeSet<_> = outside.map(|vip| IpNet::from(vip).to_string()).collect();
     prefixes.extend(outside.iter().map(|net| quoted(net)));
-    format!("has(it.ip) && !has(it.hostname) && [{}].exists(pool, cidr(pool).containsIP(it.ip))", prefixes.join(", "))
+    let list = |prefixes: &[String]| format!("[{}]", prefixes.join(", "));
+    let within = |list: &str| format!("{list}.exists(pool, cidr(pool).containsIP(it.ip))");
+    let within = if prefixes.len() <= PREFIXES {
+        within(&list(&prefixes))
+    } else {
+        let parts = prefixes.chunks(PREFIXES).map(|prefixes| {
+            lists.push(list(prefixes));
+            within(&format!("variables.pools{}", lists.len() - 1))
+        });
+        format!("({})", parts.collect::<Vec<_>>().join(OR))
+    };
+    format!("has(it.ip) && !has(it.hostname) && {within}")
 }
 
 /// A string as YAML, JSON and CEL all read it.
@@ -406,8 +462,11 @@ mod tests {
 
     /// Whether the policy lets the account make `object` of `old`.
     fn admits(claim: &str, namespace: &Value, old: &Value, object: &Value) -> bool {
-        let all = documents(claim);
-        let policy = of_kind(&all, "ValidatingAdmissionPolicy")[0]["spec"].clone();
+        admitted_by(&documents(claim), namespace, old, object)
+    }
+
+    fn admitted_by(all: &[Value], namespace: &Value, old: &Value, object: &Value) -> bool {
+        let policy = of_kind(all, "ValidatingAdmissionPolicy")[0]["spec"].clone();
         let mut context = Context::default();
         context.add_function("cidr", |text: std::sync::Arc<String>| text).unwrap();
         context
@@ -506,6 +565,57 @@ mod tests {
         let labels = json!({"tenant": "a"});
         assert!(admits(BY_LABELS, &namespace("shared", &none), &labelled(&labels), &ours(&labels)));
         assert!(!admits(BY_LABELS, &namespace("shared", &none), &labelled(&none), &ours(&none)));
+    }
+
+    /// Tenants with ranges that are many prefixes, each with namespaces of its own.
+    fn large(tenants: usize, pools: usize, namespaces: usize) -> Vec<Value> {
+        let mut text =
+            "version: 1\nhubs: [{ name: hub, interface: hub0, kubernetes: { kubeconfig: /k } }]\ntenants:\n".to_owned();
+        for tenant in 0..tenants {
+            let pools: Vec<_> = (0..pools)
+                .map(|pool| {
+                    format!("'2001:db8:{tenant:x}:{pool:x}::1-2001:db8:{tenant:x}:{pool:x}:ffff:ffff:ffff:fffe'")
+                })
+                .collect();
+            let names: Vec<_> =
+                (0..namespaces).map(|index| format!("clusters-{tenant}-{index}-{}", "x".repeat(40))).collect();
+            let _ = writeln!(
+                text,
+                "  - {{ name: t{tenant}, segment: {{ interface: ten{} }}, pools: [{}], claim: [{{ namespaces: [{}] }}] }}",
+                tenant % 8,
+                pools.join(", "),
+                names.join(", ")
+            );
+        }
+        let config = crate::config::parse(&text, "test").unwrap();
+        manifests(&config).split("---\n").map(|text| serde_saphyr::from_str(text).unwrap()).collect()
+    }
+
+    #[test]
+    fn no_expression_of_a_large_policy_is_longer_than_the_server_takes() {
+        let x = "x".repeat(40);
+        for (all, tenant, place, split) in [
+            (large(1, 1, 3), 0, format!("clusters-0-2-{x}"), false),
+            (large(60, 1, 2), 59, format!("clusters-59-1-{x}"), true),
+            (large(2, 9, 800), 1, format!("clusters-1-799-{x}"), true),
+        ] {
+            let policy = &of_kind(&all, "ValidatingAdmissionPolicy")[0]["spec"];
+            let mut names = BTreeSet::new();
+            for entry in ["variables", "validations"].iter().flat_map(|field| policy[field].as_array().unwrap()) {
+                let length = entry["expression"].as_str().unwrap().chars().count();
+                assert!(length < 100_000, "{length}: {}", entry["name"]);
+                assert!(entry["name"].as_str().is_none_or(|name| names.insert(name)), "{}", entry["name"]);
+            }
+            assert_eq!(names.len() > 3, split, "{names:?}");
+            let old = json!({"metadata": {"name": "s"}});
+            let with = |address: &str| json!({"metadata": {"name": "s"}, "status": {"loadBalancer": {"ingress": [{"ip": address}]}}});
+            let place = namespace(&place, &json!({}));
+            let last = format!("2001:db8:{tenant:x}::ffff:ffff:ffff:fffe");
+            assert!(admitted_by(&all, &place, &old, &with(&last)));
+            assert!(!admitted_by(&all, &place, &old, &with(&format!("2001:db8:{tenant:x}::ffff:ffff:ffff:ffff"))));
+            assert!(!admitted_by(&all, &place, &old, &with("2001:db8:ffff::1")));
+            assert!(!admitted_by(&all, &namespace("clusters", &json!({})), &old, &with(&last)));
+        }
     }
 
     #[test]
