@@ -2,6 +2,7 @@
 //!
 //! Against the cluster that `LBD_TEST_KUBECONFIG` names, if it is set: there these tests also show that the test server is as strict.
 
+use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -166,6 +167,40 @@ async fn b42_claims_by_label_bind_the_account_to_what_carries_the_labels() -> Re
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn b42_the_policy_of_many_tenants_tells_each_from_the_others() -> Result<()> {
+    const TENANTS: usize = 150;
+    let cluster = Cluster::any().await?;
+    let own = cluster.namespace.as_str();
+    let mut text = format!(
+        "version: 1\nhubs: [{{ name: {own}, interface: hub0, kubernetes: {{ {} }} }}]\ntenants:\n",
+        cluster.settings()?
+    );
+    for tenant in 0..TENANTS {
+        // Not a prefix, but many.
+        let _ = writeln!(
+            text,
+            "  - {{ name: t{tenant}, segment: {{ interface: ten{} }}, pools: ['2001:db8:{tenant:x}::1-2001:db8:{tenant:x}::ffff:fffe'], \
+             claim: [{{ namespaces: [{own}], service_selector: {{ matchLabels: {{ tenant: t{tenant} }} }} }}] }}",
+            tenant % 8
+        );
+    }
+    cluster.grant(&text).await?;
+    let account = cluster.account()?;
+    for tenant in [0, TENANTS / 2, TENANTS - 1] {
+        let mut object = service(own, &format!("of-t{tenant}"), "LoadBalancer", &[(443, 0)]);
+        object["metadata"]["labels"] = json!({"tenant": format!("t{tenant}")});
+        cluster.client.create(&object).await?;
+        let status = status_of(own, &format!("of-t{tenant}"));
+        let theirs = ingress(&json!({"ip": format!("2001:db8:{:x}::5", (tenant + 1) % TENANTS)}));
+        let (code, text) = patch(&account, &status, &theirs).await?;
+        ensure!(code == 422 && text.contains("ValidatingAdmissionPolicy"), "t{tenant}: {code} {text}");
+        let ours = ingress(&json!({"ip": format!("2001:db8:{tenant:x}::ffff:fffe")}));
+        assert_eq!(patch(&account, &status, &ours).await?, (0, String::new()), "t{tenant}");
+    }
+    cluster.finish().await
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn b42_a_check_finds_nothing_wrong_with_the_rights_that_are_printed() -> Result<()> {
     let cluster = Cluster::any().await?;
     let text = configuration(&cluster, &format!("[{{ namespaces: [{}] }}]", cluster.namespace))?;
@@ -228,8 +263,16 @@ async fn server_refuses_what_makes_no_sense() -> Result<()> {
     mixed["spec"]["loadBalancerClass"] = json!("example.com/x");
     let event = json!({"apiVersion": "v1", "kind": "Event", "metadata": {"name": "web.1", "namespace": own}, "reason": "R", "type": "Warning",
         "involvedObject": {"kind": "Service", "namespace": "default", "name": "web"}});
-    let lease = json!({"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": "l", "namespace": own},
-        "spec": {"leaseDurationSeconds": 0}});
+    let leases = format!("/apis/coordination.k8s.io/v1/namespaces/{own}/leases");
+    let lease = |name: &str, spec: Value| json!({"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": name, "namespace": own}, "spec": spec});
+    client.create(&lease("kept", json!({"holderIdentity": "a"}))).await?;
+    let account =
+        json!({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "brief", "namespace": own}});
+    client.create(&account).await?;
+    let token =
+        json!({"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {"expirationSeconds": 599}});
+    let twice = json!({"conditions": [condition("example.com/A"), condition("example.com/A")]});
+    let long = format!("object.metadata.name != '{}'", "x".repeat(100_000));
     let map = json!({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "m", "namespace": own}, "data": {"a/b": "c"}});
     let role = json!({"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "metadata": {"name": "r", "namespace": own},
         "rules": [{"apiGroups": [""], "resources": ["services"], "verbs": []}]});
@@ -254,7 +297,12 @@ async fn server_refuses_what_makes_no_sense() -> Result<()> {
         post("an endpoint without an address", &slices, slice(json!([]))),
         post("an endpoint of another family", &slices, slice(json!(["2001:db8::1"]))),
         post("an Event about another namespace", &format!("/api/v1/namespaces/{own}/events"), event),
-        post("a Lease of no time", &format!("/apis/coordination.k8s.io/v1/namespaces/{own}/leases"), lease),
+        post("a Lease of no time", &leases, lease("none", json!({"leaseDurationSeconds": 0}))),
+        post(
+            "a token for less than ten minutes",
+            &format!("/api/v1/namespaces/{own}/serviceaccounts/brief/token"),
+            token,
+        ),
         post("a ConfigMap with a slash in a key", &format!("/api/v1/namespaces/{own}/configmaps"), map),
         post("a Role without verbs", &format!("/apis/rbac.authorization.k8s.io/v1/namespaces/{own}/roles"), role),
         post(
@@ -262,6 +310,32 @@ async fn server_refuses_what_makes_no_sense() -> Result<()> {
             "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies",
             policy("object.spec. == ("),
         ),
+        post(
+            "a policy with an expression of more than 100,000 characters",
+            "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies",
+            policy(&long),
+        ),
+        Refused {
+            codes: &[400],
+            ..post(
+                "a Lease with a time in whole seconds",
+                &leases,
+                lease("whole", json!({"renewTime": "2026-01-01T00:00:00Z"})),
+            )
+        },
+        Refused {
+            codes: &[400],
+            ..post(
+                "an object of another namespace",
+                &services,
+                service("default", "elsewhere", "ClusterIP", &[(80, 0)]),
+            )
+        },
+        Refused { codes: &[400], ..post("an object of another kind", &services, account) },
+        Refused {
+            method: "PUT",
+            ..post("a replacement of a Lease without a version", &format!("{leases}/kept"), lease("kept", json!({})))
+        },
         Refused {
             what: "a replacement of an older version",
             method: "PUT",
@@ -295,6 +369,38 @@ async fn server_refuses_what_makes_no_sense() -> Result<()> {
             codes: &[400, 422, 500],
         },
         Refused {
+            what: "a status with two conditions of one type",
+            method: "PATCH",
+            path: status_of(own, "web"),
+            content: APPLY,
+            body: applied(json!({"name": "web", "namespace": own}), twice),
+            codes: &[400, 422, 500],
+        },
+        Refused {
+            what: "an apply to another name",
+            method: "PATCH",
+            path: status_of(own, "web"),
+            content: APPLY,
+            body: applied(json!({"name": "other", "namespace": own}), json!({})),
+            codes: &[400],
+        },
+        Refused {
+            what: "a list of a version that is to come",
+            method: "GET",
+            path: format!("{services}?resourceVersion=9000000000000000000"),
+            content: "",
+            body: Value::Null,
+            codes: &[504],
+        },
+        Refused {
+            what: "a list of a version that is no number",
+            method: "GET",
+            path: format!("{services}?resourceVersion=latest"),
+            content: "",
+            body: Value::Null,
+            codes: &[400],
+        },
+        Refused {
             what: "an apply by nobody",
             method: "PATCH",
             path: format!("{services}/web/status"),
@@ -311,11 +417,37 @@ async fn server_refuses_what_makes_no_sense() -> Result<()> {
             codes: &[404],
         },
     ];
+    let mut otherwise = Vec::new();
     for refused in all {
         let Refused { what, method, path, content, body, codes } = refused;
-        let (code, text) = refusal(client.request(method, &path, content, Some(&body)).await)?;
-        ensure!(codes.contains(&code), "{what}: {code} {text}");
+        let body = (!body.is_null()).then_some(&body);
+        let (code, text) = refusal(client.request(method, &path, content, body).await)?;
+        if !codes.contains(&code) {
+            otherwise.push(format!("{what}: {code} {text}"));
+        }
     }
+    ensure!(otherwise.is_empty(), "answered otherwise:\n{}", otherwise.join("\n"));
+    cluster.finish().await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn server_makes_by_put_what_is_not_there_of_some_kinds() -> Result<()> {
+    let cluster = Cluster::any().await?;
+    let (client, own) = (&cluster.client, cluster.namespace.as_str());
+    let lease = json!({"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": "new", "namespace": own},
+        "spec": {"holderIdentity": "a", "renewTime": "2026-01-01T00:00:00.000000Z"}});
+    client.replace("Lease", own, "new", &lease).await?;
+    assert_eq!(client.get("Lease", own, "new").await?["spec"]["holderIdentity"], "a");
+    // One that is meant to be there is not made.
+    let mut known = lease.clone();
+    known["metadata"] = json!({"name": "gone", "namespace": own, "uid": "00000000-0000-4000-8000-000000000001"});
+    let path = format!("/apis/coordination.k8s.io/v1/namespaces/{own}/leases/gone");
+    let (code, text) = refusal(client.request("PUT", &path, JSON, Some(&known)).await)?;
+    ensure!(code == 409, "{code} {text}");
+    let map = json!({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "new", "namespace": own}, "data": {"a": "b"}});
+    let path = format!("/api/v1/namespaces/{own}/configmaps/new");
+    let (code, text) = refusal(client.request("PUT", &path, JSON, Some(&map)).await)?;
+    ensure!(code == 404, "{code} {text}");
     cluster.finish().await
 }
 
@@ -350,6 +482,10 @@ async fn server_makes_nothing_in_a_namespace_that_goes() -> Result<()> {
     let created = cluster.client.request("POST", &path, "application/json", Some(&late));
     let (code, text) = refusal(created.await)?;
     ensure!(code == 404 || code == 403 && text.contains("being terminated"), "{code} {text}");
+    // It is going already.
+    let again = cluster.client.request("DELETE", &format!("/api/v1/namespaces/{going}"), "", None).await;
+    let (code, text) = refusal(again)?;
+    ensure!(matches!(code, 404 | 409), "{code} {text}");
     cluster.finish().await
 }
 

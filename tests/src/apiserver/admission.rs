@@ -11,6 +11,9 @@ use serde_json::{Value, json};
 use super::access::User;
 use super::store::{ApiError, Kind, Result};
 
+/// Characters that an expression may have.
+const EXPRESSION: usize = 100_000;
+
 fn text<'value>(value: &'value Value, pointer: &str) -> &'value str {
     value.pointer(pointer).and_then(Value::as_str).unwrap_or_default()
 }
@@ -64,6 +67,13 @@ pub(super) fn check(policy: &Value) -> std::result::Result<(), (String, String)>
             let expression = text(entry, "/expression");
             if expression.trim().is_empty() {
                 return fault(place("expression"), "Required value: expression is not specified");
+            }
+            let size = expression.chars().count();
+            if size > EXPRESSION {
+                let message = format!(
+                    "compilation failed: ERROR: <input>:-1:0: expression code point size exceeds limit: size: {size}, limit {EXPRESSION}"
+                );
+                return fault(place("expression"), &message);
             }
             if let Err(error) = Program::compile(expression) {
                 return fault(place("expression"), &format!("compilation failed: {error}"));

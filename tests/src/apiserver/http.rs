@@ -16,7 +16,7 @@ use tokio_stream::wrappers::ReceiverStream;
 
 use super::access::{Attributes, User};
 use super::store::{ApiError, Caller, KINDS, Result, Store, Target};
-use super::{Action, Control, Entry, Shared, patch};
+use super::{Action, Control, Entry, Shared, patch, validate};
 
 pub(super) type Body = BoxBody<Bytes, std::io::Error>;
 
@@ -325,12 +325,22 @@ fn change(shared: &Arc<Shared>, store: &mut Store, call: &Call, request: Arrived
     let manager = query("fieldManager").filter(|name| !name.is_empty());
     let by_agent = agent.split('/').next().filter(|name| !name.is_empty()).unwrap_or("unknown");
     let caller = Caller { user, manager: manager.unwrap_or(by_agent).to_owned() };
+    validate::micro_times(&KINDS[call.target.kind], body.unwrap_or(&Value::Null))?;
     let body = || {
         body.cloned()
             .filter(|body| body.is_object() || body.is_array())
             .ok_or_else(|| ApiError::new(400, "BadRequest", "the body of the request is not JSON"))
     };
     let kind = &KINDS[call.target.kind];
+    // What is not there is created, for which another right is needed.
+    let may_create = |store: &Store| {
+        let creating = Attributes { verb: "create", ..call.attributes() };
+        let absent = store.get(&call.target).is_err() && !call.target.status;
+        if absent && !shared.allows_in(store, &caller.user, &creating) {
+            return Err(forbidden(&caller.user, &creating));
+        }
+        Ok(())
+    };
     let object = match call.verb {
         "get" => store.get(&call.target)?,
         "create" if call.subresource == "token" => return token(shared, store, call, &body()?),
@@ -340,6 +350,17 @@ fn change(shared: &Arc<Shared>, store: &mut Store, call: &Call, request: Arrived
             if !object["metadata"].is_object() {
                 object["metadata"] = json!({});
             }
+            let given = |field: &str| object[field].as_str().unwrap_or_default();
+            if given("kind") != kind.name || given("apiVersion") != kind.api_version {
+                let message = format!(
+                    "{} in version \"{}\" cannot be handled as a {}",
+                    given("kind"),
+                    given("apiVersion"),
+                    kind.name
+                );
+                return Err(ApiError::new(400, "BadRequest", message));
+            }
+            same_namespace(&call.target, &object)?;
             let mut target = call.target.clone();
             object["metadata"]["name"].as_str().unwrap_or_default().clone_into(&mut target.name);
             if target.name.is_empty() {
@@ -358,17 +379,9 @@ fn change(shared: &Arc<Shared>, store: &mut Store, call: &Call, request: Arrived
         }
         "update" => {
             let new = body()?;
-            if call.target.name != new["metadata"]["name"].as_str().unwrap_or_default() {
-                return Err(ApiError::new(
-                    400,
-                    "BadRequest",
-                    "the name of the object does not match the name on the URL",
-                ));
-            }
-            store.update(&call.target, &caller, |old| {
-                Store::check_uid_precondition(&call.target, old, &new)?;
-                Ok(new)
-            })?
+            same_place(&call.target, &new)?;
+            may_create(store)?;
+            store.replace(&call.target, new, &caller)?
         }
         "patch" => match content_type.split(';').next().unwrap_or_default() {
             "application/apply-patch+yaml" => {
@@ -387,14 +400,8 @@ fn change(shared: &Arc<Shared>, store: &mut Store, call: &Call, request: Arrived
                 if !config["metadata"]["managedFields"].is_null() {
                     return Err(ApiError::new(400, "BadRequest", "metadata.managedFields must be nil"));
                 }
-                // What is not there is created, for which another right is needed.
-                let creating = Attributes { verb: "create", ..call.attributes() };
-                if store.get(&call.target).is_err()
-                    && !call.target.status
-                    && !shared.allows_in(store, &caller.user, &creating)
-                {
-                    return Err(forbidden(&caller.user, &creating));
-                }
+                same_place(&call.target, &config)?;
+                may_create(store)?;
                 store.apply(&call.target, config, &caller, query("force") == Some("true"))?
             }
             // For what the tests do with it, a strategic merge is a merge.
@@ -432,12 +439,55 @@ fn change(shared: &Arc<Shared>, store: &mut Store, call: &Call, request: Arrived
     Ok(answer(200, &object))
 }
 
+fn same_namespace(target: &Target, object: &Value) -> Result<()> {
+    let given = object["metadata"]["namespace"].as_str().unwrap_or_default();
+    if KINDS[target.kind].namespaced && !given.is_empty() && given != target.namespace {
+        let message = "the namespace of the provided object does not match the namespace sent on the request";
+        return Err(ApiError::new(400, "BadRequest", message));
+    }
+    Ok(())
+}
+
+/// Refuses an object that is not the one of the path.
+fn same_place(target: &Target, object: &Value) -> Result<()> {
+    let given = object["metadata"]["name"].as_str().unwrap_or_default();
+    if given != target.name {
+        let message = format!("the name of the object ({given}) does not match the name on the URL ({})", target.name);
+        return Err(ApiError::new(400, "BadRequest", message));
+    }
+    same_namespace(target, object)
+}
+
+/// Refuses a list of a version that there cannot be.
+fn check_version(call: &Call, current: u64) -> Result<()> {
+    let wanted = call.query.get("resourceVersion").map_or("", String::as_str);
+    let bad = |message: String| Err(ApiError::new(400, "BadRequest", message));
+    if matches!(wanted, "" | "0") {
+        return Ok(());
+    }
+    let Ok(version) = wanted.parse::<u64>() else {
+        return bad(format!("invalid resource version: resourceVersion: Invalid value: \"{wanted}\""));
+    };
+    if call.query.get("continue").is_some_and(|token| !token.is_empty()) {
+        return bad("specifying resource version is not allowed when using continue".into());
+    }
+    if version > current {
+        let message = format!("Timeout: Too large resource version: {version}, current: {current}");
+        let mut error = ApiError::new(504, "Timeout", message);
+        error.causes = vec![json!({"reason": "ResourceVersionTooLarge", "message": "Too large resource version"})];
+        error.retry_after = Some(1);
+        return Err(error);
+    }
+    Ok(())
+}
+
 fn list(shared: &Arc<Shared>, call: &Call) -> Result<Response<Body>> {
     let kind = &KINDS[call.target.kind];
     let selector = Selector::of(call);
     let limit = call.query.get("limit").and_then(|text| text.parse::<usize>().ok()).filter(|limit| *limit > 0);
     let store = shared.store();
     let mut version = store.version;
+    check_version(call, version)?;
     let mut after = None;
     if let Some(token) = call.query.get("continue").filter(|token| !token.is_empty()) {
         let parts: Vec<_> = token.splitn(3, ':').collect();

@@ -36,6 +36,24 @@ const fn kind(
     Kind { plural, name, api_version, namespaced, has_status }
 }
 
+impl Kind {
+    /// Whether a PUT of one that is not there makes it.
+    fn made_by_put(&self) -> bool {
+        matches!(self.name, "Service" | "Lease" | "Event") || self.api_version == RBAC
+    }
+
+    /// Whether a PUT may leave out the version that it replaces.
+    fn replaced_unseen(&self) -> bool {
+        self.name != "Lease" && self.api_version != ADMISSION
+    }
+
+    /// Name of the resource, with its group.
+    pub(super) fn resource(&self) -> String {
+        let group = self.api_version.split_once('/').map_or(String::new(), |(group, _)| format!(".{group}"));
+        format!("{}{group}", self.plural)
+    }
+}
+
 /// Everything that is served.
 pub(super) const KINDS: [Kind; 15] = [
     kind("services", "Service", "v1", true, true),
@@ -387,6 +405,30 @@ impl Store {
         Ok(self.put(target, "ADDED", object))
     }
 
+    /// Replaces an object by another; of some kinds, also one that is not there.
+    pub(super) fn replace(&mut self, target: &Target, new: Value, caller: &Caller) -> Result<Arc<Value>> {
+        let kind = target.kind();
+        match self.get(target) {
+            Err(error) if !kind.made_by_put() || target.status => return Err(error),
+            Err(_) => {
+                Self::check_uid_precondition(target, &json!({}), &new)?;
+                return self.create(target, new, caller);
+            }
+            Ok(_) => {}
+        }
+        if !kind.replaced_unseen() && text(&new, "/metadata/resourceVersion").is_empty() {
+            return Err(ApiError::invalid(
+                &format!("{} \"{}\"", kind.resource(), target.name),
+                "metadata.resourceVersion",
+                "Invalid value: 0: must be specified for an update",
+            ));
+        }
+        self.update(target, caller, |old| {
+            Self::check_uid_precondition(target, old, &new)?;
+            Ok(new)
+        })
+    }
+
     /// Replaces an object by what `change` makes of it.
     pub(super) fn update(
         &mut self,
@@ -444,7 +486,7 @@ impl Store {
             let told = |conflict: &fields::Conflict| {
                 let manager = &conflict.manager;
                 let subresource = if manager.status { " with subresource \"status\"" } else { "" };
-                let using = if manager.apply { String::new() } else { format!(" using {} at {}", kind.api_version, now()) };
+                let using = if manager.apply { String::new() } else { format!(" using {}", kind.api_version) };
                 format!("conflict with \"{}\"{subresource}{using}", manager.name)
             };
             let message = match conflicts.as_slice() {
@@ -567,7 +609,12 @@ impl Store {
                 return Err(ApiError::new(403, "Forbidden", message));
             }
             if !old["metadata"]["deletionTimestamp"].is_null() {
-                return Ok(old);
+                let message = format!(
+                    "Operation cannot be fulfilled on namespaces \"{}\": The system is ensuring all content is removed from this namespace.  \
+                     Upon completion, this namespace will automatically be purged by the system.",
+                    target.name
+                );
+                return Err(ApiError::new(409, "Conflict", message));
             }
             // What is in it, and in the end the namespace, is for a controller to remove.
             let mut new = (*old).clone();

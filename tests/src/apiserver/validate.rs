@@ -73,15 +73,55 @@ fn missing(given: &Value, read: &Value, place: &str, unknown: &mut Vec<String>) 
     }
 }
 
-/// Refuses a configuration to apply that has fields which the server does not know.
+/// Refuses a time that has not the six digits of a fraction which some fields want.
+pub(super) fn micro_times(kind: &Kind, given: &Value) -> Result<()> {
+    let fields: &[&str] = match kind.name {
+        "Lease" => &["/spec/acquireTime", "/spec/renewTime"],
+        "Event" => &["/eventTime", "/series/lastObservedTime"],
+        _ => &[],
+    };
+    let exact = |time: &str| {
+        let fraction = time.get(19..).and_then(|rest| rest.strip_prefix('.')).unwrap_or_default();
+        let digits = fraction.bytes().take_while(u8::is_ascii_digit).count();
+        digits == 6 && fraction.len() > 6
+    };
+    for time in fields.iter().map(|field| text(given, field)).filter(|time| !time.is_empty()) {
+        if !exact(time) {
+            let message = format!(
+                "{0} in version \"{1}\" cannot be handled as a {0}: parsing time \"{time}\" as \"2006-01-02T15:04:05.000000Z07:00\"",
+                kind.name, kind.api_version
+            );
+            return Err(ApiError::new(400, "BadRequest", message));
+        }
+    }
+    Ok(())
+}
+
+/// Refuses a configuration to apply that has fields which the server does not know, or two entries of one key: both are an error of its
+/// own to a real server, without a reason.
 pub(super) fn strict(kind: &Kind, config: &Value) -> Result<()> {
+    let fault = |wrong: String| {
+        let what = format!(
+            "{}/{}; {}, Kind={}",
+            text(config, "/metadata/namespace"),
+            text(config, "/metadata/name"),
+            kind.api_version,
+            kind.name
+        );
+        Err(ApiError::new(500, "", format!("failed to create typed patch object ({what}): {wrong}")))
+    };
     let (_, unknown) = read(kind, config)?;
-    let Some(field) = unknown.first() else { return Ok(()) };
-    let message = format!(
-        "failed to create typed patch object ({}, Kind={}): {field}: field not declared in schema",
-        kind.api_version, kind.name
-    );
-    Err(ApiError::new(400, "BadRequest", message))
+    if let Some(field) = unknown.first() {
+        return fault(format!("{field}: field not declared in schema"));
+    }
+    let mut types = BTreeSet::new();
+    for condition in list(config, "/status/conditions") {
+        let kind = text(condition, "/type");
+        if !types.insert(kind) {
+            return fault(format!(".status.conditions: duplicate entries for key [type=\"{kind}\"]"));
+        }
+    }
+    Ok(())
 }
 
 /// Leaves out what the server does not know, and what is empty.
