@@ -1003,6 +1003,33 @@ async fn b12_a_warning_event_names_the_service_by_uid_and_is_told_once() -> Resu
     cluster.finish().await
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn b42_an_event_in_a_namespace_that_goes_is_no_missing_right() -> Result<()> {
+    let cluster = any().await?;
+    let (name, mut object) = load_balancer(&cluster, "kube-apiserver");
+    object["metadata"]["finalizers"] = json!(["example.com/hold"]);
+    cluster.client.create(&object).await?;
+    let mut seen = Seen::start(&cluster).await?;
+    seen.until_service(&name).await?;
+    cluster.client.delete("Namespace", "", &cluster.namespace).await?;
+    let events = EventWriter::start(seen.source.access(), seen.snapshots.clone(), "edge-1");
+    events.set(vec![Notice {
+        reason: "PoolExhausted",
+        service: Some(name.clone()),
+        tenant: Some("tenant-a".into()),
+        message: "no free address".into(),
+    }]);
+    if let Ok(server) = cluster.server() {
+        let refused = || server.requests_of("patch", "/events/").iter().any(|entry| entry.status == 403);
+        eventually("the Event is refused", async || Ok(refused())).await?;
+    }
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    assert_eq!(events.notice(), None);
+    drop(events);
+    cluster.client.patch("Service", &name.namespace, &name.name, &json!({"metadata": {"finalizers": null}})).await?;
+    cluster.finish().await
+}
+
 // ---- the server, so far as the rest relies on it ----
 
 #[tokio::test(flavor = "multi_thread")]

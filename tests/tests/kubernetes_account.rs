@@ -479,9 +479,14 @@ async fn server_makes_nothing_in_a_namespace_that_goes() -> Result<()> {
     let path = format!("/api/v1/namespaces/{going}/services");
     // With controllers it may be gone at once; then it is not there.
     let late = service(&going, "b", "ClusterIP", &[(80, 0)]);
-    let created = cluster.client.request("POST", &path, "application/json", Some(&late));
-    let (code, text) = refusal(created.await)?;
-    ensure!(code == 404 || code == 403 && text.contains("being terminated"), "{code} {text}");
+    match cluster.client.request("POST", &path, "application/json", Some(&late)).await {
+        Err(kube::Error::Api(status)) if status.code == 404 => {}
+        Err(kube::Error::Api(status)) if status.code == 403 && status.message.contains("being terminated") => {
+            let causes: Vec<_> = status.details.iter().flat_map(|details| &details.causes).collect();
+            ensure!(causes.iter().any(|cause| cause.reason == "NamespaceTerminating"), "{causes:?}");
+        }
+        other => bail!("{other:?}"),
+    }
     // It is going already.
     let again = cluster.client.request("DELETE", &format!("/api/v1/namespaces/{going}"), "", None).await;
     let (code, text) = refusal(again)?;

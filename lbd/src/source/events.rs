@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
-use super::kubernetes::{Access, Snapshot, describe};
+use super::kubernetes::{Access, Snapshot, describe, is_namespace_going};
 use super::{Inventory, MANAGER, ObjectName};
 use crate::plan::model::Notice;
 
@@ -221,7 +221,7 @@ fn namespace(notice: &Notice) -> Option<&str> {
 }
 
 fn is_forbidden(error: Option<&kube::Error>) -> bool {
-    matches!(error, Some(kube::Error::Api(status)) if status.code == 403)
+    matches!(error, Some(kube::Error::Api(status)) if status.code == 403 && !is_namespace_going(status))
 }
 
 /// That Events are forbidden in these namespaces; each with the server's answer.

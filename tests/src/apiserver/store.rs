@@ -368,7 +368,10 @@ impl Store {
                     "{} \"{}\" is forbidden: unable to create new content in namespace {} because it is being terminated",
                     kind.plural, target.name, target.namespace
                 );
-                return Err(ApiError::new(403, "Forbidden", message));
+                let mut error = ApiError::new(403, "Forbidden", message);
+                error.causes = vec![json!({"reason": "NamespaceTerminating", "field": "metadata.namespace",
+                    "message": format!("namespace {} is being terminated", target.namespace)})];
+                return Err(error);
             }
         }
         object["apiVersion"] = json!(kind.api_version);

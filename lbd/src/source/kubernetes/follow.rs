@@ -12,6 +12,7 @@ use futures::{StreamExt, TryStreamExt};
 use k8s_openapi::api::core::v1;
 use k8s_openapi::api::discovery::v1::EndpointSlice;
 use kube::api::{ListParams, WatchEvent, WatchParams};
+use kube::core::Status;
 use kube::{Api, Resource, ResourceExt};
 use serde::de::DeserializeOwned;
 use tokio::sync::{mpsc, watch};
@@ -195,6 +196,12 @@ pub(crate) fn describe(error: &kube::Error) -> String {
         text.push_str("; compare the clocks of this host and of the server, then the certificate");
     }
     text
+}
+
+/// Whether something is refused because its namespace is on its way out, and not for want of a right.
+pub(crate) fn is_namespace_going(status: &Status) -> bool {
+    let causes = status.details.iter().flat_map(|details| &details.causes);
+    status.code == 403 && causes.into_iter().any(|cause| cause.reason == "NamespaceTerminating")
 }
 
 /// Whether an error may come from a clock that is wrong.

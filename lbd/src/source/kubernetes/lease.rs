@@ -16,7 +16,7 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use super::access::Access;
-use super::follow::describe;
+use super::follow::{describe, is_namespace_going};
 use super::{NAMESPACE, own_object};
 
 /// How often the Lease is renewed or looked at, and how long it is valid.
@@ -245,6 +245,9 @@ impl Worker {
             return Look::Nothing;
         };
         let remedy = match status.code {
+            403 if is_namespace_going(status) => {
+                format!("make the namespace {NAMESPACE} again once it is gone, see `lbd rbac`")
+            }
             403 => format!("allow {verb} of leases.coordination.k8s.io in namespace {NAMESPACE}, see `lbd rbac`"),
             404 => format!("make the namespace {NAMESPACE}, see `lbd rbac`"),
             401 => {

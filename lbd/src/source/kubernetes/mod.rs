@@ -24,8 +24,8 @@ pub use access::{Access, SourceError};
 use assemble::Assembler;
 pub use check::{Finding, check};
 pub use expiry::Validity;
-pub(crate) use follow::describe;
 use follow::{Follower, Kind, Update};
+pub(crate) use follow::{describe, is_namespace_going};
 pub use lease::{LeaseKeeper, LeaseTiming, Standing};
 pub use record::{Failure, Kept, RecordKeeper};
 

@@ -12,7 +12,7 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use super::access::Access;
-use super::follow::describe;
+use super::follow::{describe, is_namespace_going};
 use super::{NAMESPACE, own_object};
 use crate::ipam::Record;
 use crate::ipam::record::Found;
@@ -296,6 +296,9 @@ impl Worker {
             return Failure { reason: "RecordNotSaved", text: format!("{verb} configmaps: {text}"), lasting: false };
         };
         let (reason, remedy) = match status.code {
+            403 if is_namespace_going(status) => {
+                ("RecordForbidden", format!("make the namespace {NAMESPACE} again once it is gone, see `lbd rbac`"))
+            }
             403 => ("RecordForbidden", format!("allow {verb} of configmaps in namespace {NAMESPACE}, see `lbd rbac`")),
             404 => ("RecordForbidden", format!("make the namespace {NAMESPACE}, see `lbd rbac`")),
             401 => {
