@@ -433,11 +433,11 @@ pub(crate) fn flows(out: &mut dyn Write, flows: &Listing, namer: &Namer<'_>, out
         let mut separator: &[u8] = b"[\n";
         let render = |chunk: &[Position]| {
             let mut text = Vec::with_capacity(chunk.len() * 400);
-            for (&position, number) in chunk.iter().zip(0..) {
-                if number > 0 {
+            for flow in flows.at_all(chunk) {
+                if !text.is_empty() {
                     text.extend_from_slice(b",\n");
                 }
-                serde_json::to_writer(&mut text, &namer.record(flows.at(position)))?;
+                serde_json::to_writer(&mut text, &namer.record(&flow))?;
             }
             Ok(text)
         };
@@ -450,8 +450,8 @@ pub(crate) fn flows(out: &mut dyn Write, flows: &Listing, namer: &Namer<'_>, out
     }
     let render = |chunk: &[Position]| {
         let mut table = Table::new(FLOWS, output == Output::Wide);
-        for &position in chunk {
-            row(&mut table, &namer.record(flows.at(position)));
+        for flow in flows.at_all(chunk) {
+            row(&mut table, &namer.record(&flow));
         }
         table
     };
@@ -474,20 +474,20 @@ pub(crate) fn flows(out: &mut dyn Write, flows: &Listing, namer: &Namer<'_>, out
 
 fn row(table: &mut Table, record: &FlowRecord<'_>) {
     table
-        .cell(record.tenant)
-        .cell(record.proto)
+        .text(record.tenant)
+        .text(record.proto)
         .socket(record.client)
         .socket(record.vip)
         .socket(record.backend)
-        .optional(record.node)
-        .cell(record.service)
-        .cell(record.state)
+        .text(record.node.unwrap_or("-"))
+        .text(record.service)
+        .text(record.state)
         .cell(Age(record.age_s))
         .cell(Age(record.idle_s))
         .cell(Bytes(record.in_bytes))
         .cell(Bytes(record.out_bytes))
         .socket(record.snat)
-        .cell(record.hub)
+        .text(record.hub)
         .cell(record.in_packets)
         .cell(record.out_packets)
         .cell(record.in_bytes)
@@ -506,14 +506,14 @@ pub(crate) fn whois(out: &mut dyn Write, flows: &[Flow], namer: &Namer<'_>, outp
     for flow in flows {
         let record = namer.record(flow);
         table
-            .cell(record.proto)
+            .text(record.proto)
             .socket(record.client)
             .socket(record.vip)
             .socket(record.backend)
-            .optional(record.node)
-            .cell(record.tenant)
-            .cell(record.service)
-            .cell(record.state)
+            .text(record.node.unwrap_or("-"))
+            .text(record.tenant)
+            .text(record.service)
+            .text(record.state)
             .cell(Age(record.age_s))
             .cell(Age(record.idle_s));
     }
@@ -584,14 +584,14 @@ impl Follow {
             }
             self.table
                 .cell(change.as_str())
-                .cell(record.proto)
-                .cell(record.tenant)
+                .text(record.proto)
+                .text(record.tenant)
                 .socket(record.client)
                 .socket(record.vip)
                 .socket(record.backend)
-                .optional(record.node)
-                .cell(record.service)
-                .cell(record.state)
+                .text(record.node.unwrap_or("-"))
+                .text(record.service)
+                .text(record.state)
                 .cell(Age(record.age_s))
                 .cell(Bytes(record.in_bytes))
                 .cell(Bytes(record.out_bytes))

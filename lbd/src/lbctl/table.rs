@@ -62,6 +62,13 @@ impl Table {
         })
     }
 
+    /// The next cell: text as it is.
+    pub(crate) fn text(&mut self, value: &str) -> &mut Self {
+        self.fill(|text| {
+            let _ = Printable(text).write_str(value);
+        })
+    }
+
     /// The next cell: an address and a port.
     pub(crate) fn socket(&mut self, socket: SocketAddr) -> &mut Self {
         self.fill(|text| text.push_str(SocketText::new(socket).as_str()))
