@@ -1051,6 +1051,17 @@ async fn server_node_ports_are_allocated_kept_and_refused_when_taken() -> Result
     cluster.client.create(&clash).await?;
     let bad = service(&cluster.namespace, "c", "NodePort", &[(80, 80)]);
     assert!(cluster.client.create(&bad).await.is_err());
+    // A number is one Service's, whatever the protocol; a port of two protocols has one.
+    let mut other = service(&cluster.namespace, "d", "NodePort", &[(80, port as u16)]);
+    other["spec"]["ports"][0]["protocol"] = json!("UDP");
+    let error = cluster.client.create(&other).await.unwrap_err();
+    assert!(format!("{error:#}").contains("already allocated"), "{error:#}");
+    let mut both = service(&cluster.namespace, "e", "LoadBalancer", &[(53, 0), (53, 0)]);
+    both["spec"]["ports"][1]["name"] = json!("udp");
+    both["spec"]["ports"][1]["protocol"] = json!("UDP");
+    let made = cluster.client.create(&both).await?;
+    let ports = &made["spec"]["ports"];
+    assert!(ports[0]["nodePort"].is_u64() && ports[0]["nodePort"] == ports[1]["nodePort"], "{ports}");
     cluster.finish().await
 }
 

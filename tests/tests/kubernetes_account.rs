@@ -261,6 +261,8 @@ async fn server_refuses_what_makes_no_sense() -> Result<()> {
     };
     let mut mixed = service(own, "mixed", "NodePort", &[(80, 0)]);
     mixed["spec"]["loadBalancerClass"] = json!("example.com/x");
+    let mut capitals = service(own, "capitals", "ClusterIP", &[(80, 0)]);
+    capitals["spec"]["ports"][0]["name"] = json!("HTTP");
     let event = json!({"apiVersion": "v1", "kind": "Event", "metadata": {"name": "web.1", "namespace": own}, "reason": "R", "type": "Warning",
         "involvedObject": {"kind": "Service", "namespace": "default", "name": "web"}});
     let leases = format!("/apis/coordination.k8s.io/v1/namespaces/{own}/leases");
@@ -292,6 +294,8 @@ async fn server_refuses_what_makes_no_sense() -> Result<()> {
         post("a Service without ports", &services, service(own, "none", "ClusterIP", &[])),
         post("a class on a NodePort Service", &services, mixed),
         post("a name with capitals", &services, service(own, "Web", "ClusterIP", &[(80, 0)])),
+        post("a port of the kubelet", &services, service(own, "kubelet", "LoadBalancer", &[(10250, 0)])),
+        post("a port with a name of capitals", &services, capitals),
         post("a NodePort out of the range", &services, service(own, "low", "NodePort", &[(80, 80)])),
         post("a link-local endpoint", &slices, slice(json!(["169.254.0.5"]))),
         post("an endpoint without an address", &slices, slice(json!([]))),

@@ -172,8 +172,9 @@ pub(super) struct Store {
     pub(super) compacted: u64,
     objects: Vec<BTreeMap<Key, Arc<Value>>>,
     log: VecDeque<Change>,
-    node_ports: BTreeMap<(String, u16), Key>,
-    ports_of: BTreeMap<Key, BTreeSet<(String, u16)>>,
+    /// Whose a NodePort is: a number has one owner, whatever the protocol.
+    node_ports: BTreeMap<u16, Key>,
+    ports_of: BTreeMap<Key, BTreeSet<u16>>,
     node_port_range: (u16, u16),
     cluster_ips: u32,
     /// Since when roles, bindings and policies are as they are.
@@ -662,7 +663,7 @@ impl Store {
             // Only now, when nothing can fail any more.
             self.free_ports(&target.key());
             for port in &ports {
-                self.node_ports.insert(port.clone(), target.key());
+                self.node_ports.insert(*port, target.key());
             }
             self.ports_of.insert(target.key(), ports);
             return Ok(());
@@ -685,12 +686,7 @@ impl Store {
         admission::admit(policies.iter().map(|(policy, binding)| (&**policy, &**binding)), &change)
     }
 
-    fn prepare_service(
-        &mut self,
-        target: &Target,
-        object: &mut Value,
-        old: Option<&Value>,
-    ) -> Result<BTreeSet<(String, u16)>> {
+    fn prepare_service(&mut self, target: &Target, object: &mut Value, old: Option<&Value>) -> Result<BTreeSet<u16>> {
         let what = format!("Service \"{}\"", target.name);
         let invalid = |field: &str, message: &str| ApiError::invalid(&what, field, message);
         let spec = &mut object["spec"];
@@ -780,7 +776,8 @@ impl Store {
         if ports.is_empty() && kind != "ExternalName" && spec["clusterIP"] != "None" {
             return Err(invalid("spec.ports", "Required value"));
         }
-        let mut taken: BTreeSet<(String, u16)> = BTreeSet::new();
+        let mut taken: BTreeSet<u16> = BTreeSet::new();
+        let mut pairs = BTreeSet::new();
         let (mut seen, mut names) = (BTreeSet::new(), BTreeSet::new());
         let many = ports.len() > 1;
         for (index, port) in ports.iter_mut().enumerate() {
@@ -798,6 +795,18 @@ impl Store {
             let name = port["name"].as_str().unwrap_or_default().to_owned();
             if many && name.is_empty() {
                 return Err(invalid(&field("name"), "Required value"));
+            }
+            if !name.is_empty() && !validate::is_label(&name) {
+                return Err(invalid(
+                    &field("name"),
+                    "a lowercase RFC 1123 label must consist of lower case alphanumeric characters or '-'",
+                ));
+            }
+            if kind == "LoadBalancer" && number == 10250 {
+                return Err(invalid(
+                    &field("port"),
+                    "may not expose port 10250 externally since it is used by kubelet",
+                ));
             }
             if !seen.insert((protocol.clone(), number)) || !names.insert(name) {
                 return Err(invalid(&field("port"), "Duplicate value"));
@@ -838,17 +847,27 @@ impl Store {
                 );
                 return Err(invalid(&field("nodePort"), &message));
             }
-            let owner = self.node_ports.get(&(protocol.clone(), number));
-            if owner.is_some_and(|owner| *owner != target.key()) || !taken.insert((protocol, number)) {
+            if self.node_ports.get(&number).is_some_and(|owner| *owner != target.key()) {
                 return Err(invalid(&field("nodePort"), "provided port is already allocated"));
             }
+            if !pairs.insert((protocol, number)) {
+                return Err(invalid(&field("nodePort"), "Duplicate value"));
+            }
+            taken.insert(number);
             port["nodePort"] = json!(number);
         }
-        for port in ports.iter_mut().filter(|port| allocate && port["nodePort"].is_null()) {
-            let protocol = port["protocol"].as_str().unwrap_or_default().to_owned();
-            let number = self.allocate(&protocol, &taken)?;
-            taken.insert((protocol, number));
-            port["nodePort"] = json!(number);
+        for index in 0..ports.len() {
+            if !allocate || !ports[index]["nodePort"].is_null() {
+                continue;
+            }
+            // A new Service has one number for a port of two protocols.
+            let twin = ports.iter().find(|port| port["port"] == ports[index]["port"] && !port["nodePort"].is_null());
+            let number = match twin.filter(|_| old.is_none()).and_then(|twin| twin["nodePort"].as_u64()) {
+                Some(number) => number as u16,
+                None => self.allocate(&taken)?,
+            };
+            taken.insert(number);
+            ports[index]["nodePort"] = json!(number);
         }
         if !ports.is_empty() {
             spec["ports"] = Value::Array(ports);
@@ -856,10 +875,10 @@ impl Store {
         if kind == "LoadBalancer" && spec["externalTrafficPolicy"] == "Local" {
             let number = match spec["healthCheckNodePort"].as_u64().and_then(|number| u16::try_from(number).ok()) {
                 Some(number) if number != 0 => number,
-                _ => self.allocate("TCP", &taken)?,
+                _ => self.allocate(&taken)?,
             };
-            let owner = self.node_ports.get(&("TCP".to_owned(), number));
-            if owner.is_some_and(|owner| *owner != target.key()) || !taken.insert(("TCP".to_owned(), number)) {
+            let owner = self.node_ports.get(&number);
+            if owner.is_some_and(|owner| *owner != target.key()) || !taken.insert(number) {
                 return Err(invalid("spec.healthCheckNodePort", "provided port is already allocated"));
             }
             spec["healthCheckNodePort"] = json!(number);
@@ -907,16 +926,13 @@ impl Store {
         Ok(taken)
     }
 
-    fn allocate(&self, protocol: &str, taken: &BTreeSet<(String, u16)>) -> Result<u16> {
+    fn allocate(&self, taken: &BTreeSet<u16>) -> Result<u16> {
         let (first, last) = self.node_port_range;
         let span = u64::from(last - first) + 1;
         let start = random() % span;
         (0..span)
             .map(|step| first + ((start + step) % span) as u16)
-            .find(|number| {
-                let key = (protocol.to_owned(), *number);
-                !self.node_ports.contains_key(&key) && !taken.contains(&key)
-            })
+            .find(|number| !self.node_ports.contains_key(number) && !taken.contains(number))
             .ok_or_else(|| ApiError::new(500, "InternalError", "failed to allocate a nodePort: range is full"))
     }
 

@@ -172,7 +172,8 @@ fn list<'value>(value: &'value Value, pointer: &str) -> &'value [Value] {
     value.pointer(pointer).and_then(Value::as_array).map_or(&[], Vec::as_slice)
 }
 
-fn is_label(text: &str) -> bool {
+/// Whether a text is a label of a DNS name.
+pub(super) fn is_label(text: &str) -> bool {
     let inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
     (1..=63).contains(&text.len())
         && text.bytes().all(|byte| inner(byte) || byte == b'-')
