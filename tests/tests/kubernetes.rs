@@ -21,12 +21,15 @@ use tokio::sync::watch;
 /// Nothing here takes longer.
 const LIMIT: Duration = Duration::from_secs(20);
 
+/// So soon a watch of the test server shows what was written.
+const SETTLE: Duration = Duration::from_millis(100);
+
 fn quick() -> Timing {
     Timing { retry_first: Duration::from_millis(20), retry_last: Duration::from_millis(200), ..Timing::default() }
 }
 
 fn quick_pace() -> Pace {
-    Pace { settle: Duration::from_millis(100), pause_first: Duration::from_millis(20), ..Pace::default() }
+    Pace { settle: SETTLE, pause_first: Duration::from_millis(20), ..Pace::default() }
 }
 
 /// A configuration that claims the test's namespace, with all addresses that statuses get here.
@@ -56,6 +59,7 @@ async fn with_faults(what: &str) -> Result<Option<Cluster>> {
 struct Seen {
     source: KubernetesSource,
     snapshots: watch::Receiver<Snapshot>,
+    settle: Duration,
 }
 
 impl Seen {
@@ -63,7 +67,7 @@ impl Seen {
         let allow_insecure = cluster.allow_insecure()?;
         let settings = config::Kubernetes { kubeconfig: cluster.kubeconfig().into(), allow_insecure, max_blind: None };
         let (source, snapshots) = KubernetesSource::start(&settings, options).await?;
-        Ok(Self { source, snapshots })
+        Ok(Self { source, snapshots, settle: cluster.limit(SETTLE) })
     }
 
     async fn start(cluster: &Cluster) -> Result<Self> {
@@ -90,7 +94,14 @@ impl Seen {
         Arc::clone(&self.snapshots.borrow().inventory)
     }
 
+    /// One that writes once what the cluster shows in time.
     fn writer(&self) -> StatusWriter {
+        let pace = Pace { settle: self.settle, ..quick_pace() };
+        StatusWriter::start_with(self.source.access(), self.snapshots.clone(), pace)
+    }
+
+    /// One that loses patience soon, for a test of what it does then.
+    fn impatient_writer(&self) -> StatusWriter {
         StatusWriter::start_with(self.source.access(), self.snapshots.clone(), quick_pace())
     }
 }
@@ -741,7 +752,7 @@ async fn b09_a_fight_over_a_status_ends_in_a_notice_that_names_the_other() -> Re
     let (name, object) = load_balancer(&cluster, "kube-apiserver");
     cluster.client.create(&object).await?;
     let mut seen = Seen::start(&cluster).await?;
-    let writer = seen.writer();
+    let writer = seen.impatient_writer();
     let uid = seen.until_service(&name).await?.uid;
     writer.set(BTreeMap::from([(name.clone(), wanted(&uid, "192.168.203.110"))]));
     let theirs = json!({"status": {"loadBalancer": {"ingress": [{"ip": "198.51.100.99"}]}}});
@@ -775,7 +786,7 @@ async fn b09_one_overwrite_is_put_right() -> Result<()> {
     let (name, object) = load_balancer(&cluster, "kube-apiserver");
     cluster.client.create(&object).await?;
     let mut seen = Seen::start(&cluster).await?;
-    let writer = seen.writer();
+    let writer = seen.impatient_writer();
     let uid = seen.until_service(&name).await?.uid;
     writer.set(BTreeMap::from([(name.clone(), wanted(&uid, "192.168.203.110"))]));
     until_ingress(&cluster, &name, &["192.168.203.110"]).await?;
