@@ -678,10 +678,10 @@ pub(super) fn fill<'a>(
         groups: HashMap::new(),
         crowd: None,
         frontends: Vec::with_capacity(wishes.len()),
+        settled: settled.is_some(),
         last_probe: None,
         last_judged: None,
     };
-    let known = settled.is_some();
     let (ids, probes, notices) = match settled {
         Some(Settled { frontends, notices }) => {
             plan.notices.extend_from_slice(&notices);
@@ -704,7 +704,7 @@ pub(super) fn fill<'a>(
     }
     for ((wish, id), probe) in wishes.iter().zip(&ids).zip(&probes) {
         if let &Some((id, new)) = id {
-            filler.frontend(context, wish, id, new, probe.clone(), known, plan);
+            filler.frontend(context, wish, id, new, probe.clone(), plan);
         }
     }
     let (tables, tight) = filler.tables.finish(context.cache);
@@ -732,7 +732,7 @@ pub(super) fn fill<'a>(
     drop(filler.last_probe);
     filler.shared.forget_unused();
     context.cache.shared = filler.shared;
-    if !known {
+    if !filler.settled {
         targets(context, hub, wishes, &ids, plan);
     }
     let frontends: Option<Vec<_>> = ids.into_iter().zip(probes).map(|(id, probe)| Some((id?.0, probe))).collect();
@@ -1032,6 +1032,8 @@ struct Filler<'a> {
     groups: HashMap<(Option<Arc<FrontendProbe>>, How), Judged>,
     crowd: Option<Crowd>,
     frontends: Vec<(FrontendAddress, Arc<FrontendPlan>)>,
+    /// The wishes are those of the last plan.
+    settled: bool,
     /// The last probe made, for the settings and the interface that it was made for: those of a tenant's Services are the same.
     last_probe: Option<(&'a FrontendSettings, String, Arc<FrontendProbe>)>,
     /// The last judgement on nodes that frontends share: probe of the frontend, how, probe that stands for it, judgement.
@@ -1146,7 +1148,6 @@ impl<'a> Filler<'a> {
         id: FrontendId,
         new: bool,
         probe: Option<Arc<FrontendProbe>>,
-        known: bool,
         plan: &mut Plan,
     ) {
         if wish.target == 0 && wish.service.is_some_and(|service| !service.terminating) {
@@ -1190,7 +1191,9 @@ impl<'a> Filler<'a> {
         down_resets(context, wish, id, new, &judged);
         let timeouts = timeouts(context, wish, plan);
         let varying = Varying { timeouts, snat, table: judged.table, backends: judged.backends, probe };
-        if known && let Some(frontend) = self.shared.again(id, &varying) {
+        if self.settled
+            && let Some(frontend) = self.shared.again(id, &varying)
+        {
             self.frontends.push((wish.address, frontend));
             return;
         }
