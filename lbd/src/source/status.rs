@@ -289,6 +289,16 @@ fn stale(service: &Service) -> bool {
     service.published && !ours && !service.terminating && (!service.ingress.is_empty() || service.programmed.is_some())
 }
 
+/// What is desired of this very Service, if we may write to it.
+fn meant<'a>(desired: &'a Wishes, name: &ObjectName, service: &Service) -> Option<&'a DesiredStatus> {
+    desired.get(name).filter(|desired| desired.uid == service.uid && writable(service))
+}
+
+/// Whether there may be something to write to it, now or later.
+fn concerns(desired: &Wishes, name: &ObjectName, service: Option<&Service>) -> bool {
+    service.is_some_and(|service| meant(desired, name, service).is_some() || stale(service))
+}
+
 async fn send(access: &Access, name: &ObjectName, body: &Value, force: bool) -> Outcome {
     let api: Api<v1::Service> = Api::namespaced(access.client(), &name.namespace);
     let parameters = PatchParams { force, ..PatchParams::apply(MANAGER) };
@@ -415,7 +425,12 @@ impl Worker {
         loop {
             let now = Instant::now();
             let snapshot = self.snapshots.borrow_and_update().clone();
-            let desired = self.desired.borrow_and_update().clone();
+            let desired = {
+                let desired = self.desired.borrow_and_update();
+                // It counts as seen from here on, whatever it was that woke us.
+                dirty |= desired.has_changed();
+                desired.clone()
+            };
             let desired = desired.as_deref().filter(|_| snapshot.live);
             if snapshot.connected && !connected {
                 // What failed while the server was away is worth another try at once.
@@ -453,7 +468,7 @@ impl Worker {
             if dirty && desired.is_some() {
                 look(&mut wake, scan_at);
             }
-            self.tell();
+            self.tell(desired.is_some());
             let wait = wake.map_or(Duration::from_hours(1), |at| at.saturating_duration_since(Instant::now()));
             tokio::select! {
                 changed = self.desired.changed() => if changed.is_ok() { dirty = true } else { return },
@@ -473,8 +488,10 @@ impl Worker {
     /// Queues every Service that has something to write: first those whose owner waits for an address, of these the newest, for the
     /// others have waited or work already; then what is only put right. Returns when to look again, if nothing happens before.
     fn scan(&mut self, inventory: &Inventory, desired: &Wishes, now: Instant) -> Option<Instant> {
+        // Of what is not to be written any more, no trouble is told either.
         self.states.retain(|name, state| {
-            state.writing.is_some() || inventory.services.get(name).is_some_and(|service| service.uid == state.uid)
+            let service = inventory.services.get(name).filter(|service| service.uid == state.uid);
+            state.writing.is_some() || concerns(desired, name, service)
         });
         let mut queue = Vec::new();
         let mut next: Option<Instant> = None;
@@ -521,6 +538,10 @@ impl Worker {
                 if let Step::Wait(at) = self.step(inventory, desired, &name, now) {
                     *next = Some(next.map_or(at, |next| next.min(at)));
                 }
+                // It went while it was being written.
+                if !concerns(desired, &name, inventory.services.get(&name)) {
+                    self.states.remove(&name);
+                }
                 continue;
             };
             if self.tokens < 1.0 {
@@ -553,7 +574,7 @@ impl Worker {
         let Some(service) = inventory.services.get(name).filter(|service| !service.uid.is_empty()) else {
             return Step::Nothing;
         };
-        let desired = desired.get(name).filter(|desired| desired.uid == service.uid && writable(service));
+        let desired = meant(desired, name, service);
         if desired.is_none() && !stale(service) {
             return Step::Nothing;
         }
@@ -572,7 +593,9 @@ impl Worker {
             let calm = state.written.as_ref().map_or(now, |(_, at)| *at + self.pace.calm);
             if calm <= now {
                 *state = State::new(&service.uid, now, &self.pace);
-            } else if state.notice.is_some() {
+            }
+            let troubled = state.notice.is_some() || state.forced > 0 || state.settle > self.pace.settle;
+            if troubled && calm > now {
                 return Step::Wait(calm);
             }
             return Step::Nothing;
@@ -643,8 +666,10 @@ impl Worker {
         }
     }
 
-    fn tell(&self) {
-        let current: Vec<_> = self.states.values().filter_map(|state| state.notice.clone()).collect();
+    /// While nothing is to be written, nothing is told: another agent writes, or nobody may.
+    fn tell(&self, writes: bool) {
+        let notices = self.states.values().filter_map(|state| state.notice.clone());
+        let current: Vec<_> = notices.filter(|_| writes).collect();
         self.notices.send_if_modified(|notices| {
             let changed = *notices != current;
             *notices = current;
@@ -716,6 +741,133 @@ mod tests {
         assert!(!satisfied(&Service { programmed: None, ..service() }, &desired()));
         let empty = DesiredStatus { uid: "u".into(), ..DesiredStatus::default() };
         assert!(satisfied(&Service { ingress: vec![], programmed: None, published: false, ..service() }, &empty));
+    }
+
+    /// A server that nobody has started: every write fails, and is put off until after the test.
+    fn nowhere() -> (Access, Pace) {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        let text = "\
+clusters: [{ name: hub, cluster: { server: 'http://127.0.0.1:1' } }]
+users: [{ name: lbd, user: { token: t } }]
+contexts: [{ name: hub, context: { cluster: hub, user: lbd } }]
+current-context: hub
+";
+        std::io::Write::write_all(&mut file, text.as_bytes()).unwrap();
+        let settings =
+            crate::config::Kubernetes { kubeconfig: file.path().into(), allow_insecure: false, max_blind: None };
+        let never = Duration::from_hours(1);
+        (Access::open(&settings).unwrap(), Pace { pause_first: never, pause_last: never, ..Pace::default() })
+    }
+
+    fn snapshot(services: &[&ObjectName]) -> Snapshot {
+        let mut inventory = Inventory { complete: true, ..Inventory::default() };
+        for name in services {
+            let service = Service { ingress: vec![], programmed: None, published: false, ..service() };
+            inventory.services.insert((*name).clone(), service);
+        }
+        Snapshot { inventory: Arc::new(inventory), live: true, connected: true, ..Snapshot::default() }
+    }
+
+    async fn eventually(what: &str, mut check: impl FnMut() -> bool) {
+        let begun = Instant::now();
+        while !check() {
+            assert!(begun.elapsed() < Duration::from_secs(10), "{what}");
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    }
+
+    #[tokio::test]
+    async fn what_is_desired_is_seen_also_when_a_node_comes_with_it() {
+        let names: Vec<_> = (0..24).map(|number| ObjectName::new("n", format!("s{number}"))).collect();
+        let (access, pace) = nowhere();
+        let snapshots = watch::Sender::new(snapshot(&names.iter().collect::<Vec<_>>()));
+        let writer = StatusWriter::start_with(&access, snapshots.subscribe(), pace);
+        let mut wishes = Wishes::new();
+        for (name, writes) in names.into_iter().zip(1..) {
+            // There is one thread: the writer finds both changes at once, and takes up any of the two.
+            wishes.insert(name.clone(), desired());
+            snapshots.send_modify(|snapshot| {
+                let nodes = &mut Arc::make_mut(&mut snapshot.inventory).nodes;
+                nodes.insert(name.name.clone(), crate::source::Node::default());
+            });
+            writer.set(wishes.clone());
+            eventually(&format!("{name} is written"), || writer.writes() == writes).await;
+            // Also the answer has come before the next.
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    #[tokio::test]
+    async fn trouble_is_told_only_of_what_is_to_be_written() {
+        let (kept, left) = (ObjectName::new("n", "kept"), ObjectName::new("n", "left"));
+        let (access, pace) = nowhere();
+        let all = snapshot(&[&kept, &left]);
+        let mut worker = worker(&access, &all, &pace);
+        let now = Instant::now();
+        for name in [&kept, &left] {
+            let mut state = State::new("u", now + pace.pause_first, &pace);
+            state.notice = Some(notice("StatusForbidden", name, "no".to_owned()));
+            worker.states.insert(name.clone(), state);
+        }
+        let wishes = Wishes::from([(kept.clone(), desired()), (left, desired())]);
+        worker.scan(&all.inventory, &wishes, now);
+        worker.tell(true);
+        assert_eq!(worker.notices.borrow().len(), 2);
+        // A claim that does not have it any more.
+        let wishes = Wishes::from([(kept.clone(), desired())]);
+        worker.scan(&all.inventory, &wishes, now);
+        worker.tell(true);
+        let told: Vec<_> = worker.notices.borrow().iter().filter_map(|notice| notice.service.clone()).collect();
+        assert_eq!(told.as_slice(), std::slice::from_ref(&kept));
+        // Another agent acts.
+        worker.tell(false);
+        assert!(worker.notices.borrow().is_empty());
+
+        // One that goes while it is being written, and nothing changes after that.
+        let answer = Outcome::Failed { text: "no".to_owned(), forbidden: true, retry_after: None };
+        worker.names.insert(worker.running.spawn(async { answer }).id(), kept.clone());
+        worker.states.get_mut(&kept).unwrap().writing = Some((Some(desired()), false));
+        let none = Inventory::default();
+        worker.scan(&none, &Wishes::new(), now);
+        let (id, outcome) = worker.running.join_next_with_id().await.unwrap().unwrap();
+        worker.done(id, outcome);
+        worker.write(&none, &Wishes::new(), now, &mut None);
+        worker.tell(true);
+        assert!(worker.notices.borrow().is_empty() && worker.states.is_empty());
+    }
+
+    #[tokio::test]
+    async fn what_was_set_by_force_is_looked_at_again_when_it_has_stood_for_a_while() {
+        let (access, pace) = nowhere();
+        let all = snapshot(&[]);
+        let mut worker = worker(&access, &all, &pace);
+        let inventory = Inventory { services: [(name(), service())].into(), ..Inventory::default() };
+        let wishes = Wishes::from([(name(), desired())]);
+        let now = Instant::now();
+        let written = Some((Some(desired()), now));
+        worker.states.insert(name(), State { written, forced: 1, ..State::new("u", now, &pace) });
+        let next = worker.scan(&inventory, &wishes, now);
+        assert_eq!(next, Some(now + pace.calm));
+        assert_eq!(worker.scan(&inventory, &wishes, now + pace.calm), None);
+        assert_eq!(worker.states[&name()].forced, 0);
+    }
+
+    fn worker(access: &Access, snapshot: &Snapshot, pace: &Pace) -> Worker {
+        Worker {
+            access: access.clone(),
+            snapshots: watch::Sender::new(snapshot.clone()).subscribe(),
+            desired: watch::Sender::new(None).subscribe(),
+            notices: watch::Sender::new(Vec::new()),
+            writes: Arc::default(),
+            states: BTreeMap::new(),
+            queue: VecDeque::new(),
+            running: JoinSet::new(),
+            names: BTreeMap::new(),
+            tokens: BURST,
+            filled: Instant::now(),
+            silent_until: None,
+            pace: pace.clone(),
+        }
     }
 
     #[test]
