@@ -398,6 +398,8 @@ impl<M: Maps> Core<M> {
             // Whether an address for which there is no room is shown depends on whether it is shown already.
             self.revision += u64::from(self.events.lasting().iter().any(|notice| notice.reason == "TooManyFrontends"));
             self.keep_records(now);
+            // What could not be written when the maps had been.
+            self.keep_ids(now);
             self.tell_notices(inputs, now);
             return true;
         }
@@ -856,6 +858,29 @@ mod tests {
         inventory.nodes.remove("node-two");
         let (_, after) = take(&mut bench, &inventory);
         assert!(!after.contains("node-two"), "{after}");
+    }
+
+    #[test]
+    fn ids_that_could_not_be_written_are_written_when_they_can_be() {
+        let mut bench = Bench::new();
+        let state = bench.directory.path().join("state");
+        let on_disk = || std::fs::read_to_string(state.join(IDS)).unwrap().contains(r#""port":443"#);
+        while bench.round() && !bench.core.plan.resets.is_empty() {}
+        assert!(on_disk());
+        let mut config = (*bench.core.config).clone();
+        config.tenants[0].frontends.clear();
+        bench.core.config = Arc::new(config);
+        // As if the disk were full.
+        let away = bench.directory.path().join("away");
+        std::fs::rename(&state, &away).unwrap();
+        for _ in 0..3 {
+            assert!(bench.round(), "the maps do not wait for the disk");
+        }
+        assert!(bench.core.plan.resets.is_empty());
+        std::fs::rename(&away, &state).unwrap();
+        assert!(on_disk());
+        assert!(bench.round());
+        assert!(!on_disk(), "a frontend that is gone");
     }
 
     #[test]
