@@ -324,7 +324,7 @@ impl Hub {
             parts.source.set_ours(Arc::new(move |name| assignments.services.contains_key(name)));
         }
         parts.source.access().set_detour(detour(&core.config, &core.plan, parts.source.access().server()));
-        if !self.passed || self.role != Role::Acting || self.stranger.is_some() {
+        if !self.writes() {
             parts.status.pause();
             parts.events.set(Vec::new());
             self.queued.clear();
@@ -344,8 +344,17 @@ impl Hub {
         self.flush(core.saved());
     }
 
+    /// Whether statuses are ours to write.
+    fn writes(&self) -> bool {
+        self.passed && self.role == Role::Acting && self.stranger.is_none()
+    }
+
     /// Lets go what waits for the record. `saved`: it is on disk.
     pub(super) fn flush(&mut self, saved: bool) {
+        // The Lease may have been lost since it was queued.
+        if !self.writes() {
+            return;
+        }
         let (Some(parts), Some(kept)) = (&self.parts, &self.kept) else { return };
         let kept = kept.borrow();
         // Without the cluster's, the record on disk must do.
@@ -604,6 +613,38 @@ mod tests {
         assert_eq!(of(&bench, &shown).addresses, [address], "what is published stays");
         bench.core.events.set_lasting(BTreeSet::new(), Timestamp::UNIX_EPOCH);
         assert_eq!(of(&bench, &fresh).addresses, [address]);
+    }
+
+    #[tokio::test]
+    async fn b59_what_waits_for_the_record_is_not_written_after_the_lease_is_lost() {
+        let bench = Bench::new();
+        let kubeconfig = bench.directory.path().join("kubeconfig");
+        let text = "\
+clusters: [{ name: hub, cluster: { server: 'http://127.0.0.1:1' } }]
+users: [{ name: lbd, user: { token: t } }]
+contexts: [{ name: hub, context: { cluster: hub, user: lbd } }]
+current-context: hub
+";
+        std::fs::write(&kubeconfig, text).unwrap();
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o600);
+        std::fs::set_permissions(&kubeconfig, mode).unwrap();
+        let mut config = (*bench.core.config).clone();
+        config.hub.kubernetes = Some(crate::config::Kubernetes { kubeconfig, allow_insecure: false, max_blind: None });
+        let state = Arc::new(StateDirectory::open(&bench.directory.path().join("hub")).unwrap());
+        let mut hub = Hub::start(&config, &state, None, Patience::default()).await.unwrap();
+        let kept = watch::Sender::new(Kept::default());
+        hub.kept = Some(kept.subscribe());
+        hub.passed = true;
+        hub.queued = vec![(3, BTreeMap::new())];
+        hub.flush(true);
+        assert_eq!(hub.queued.len(), 1, "the record is not kept yet");
+        kept.send_replace(Kept { stored: 3, ..Kept::default() });
+        hub.role = Role::Standby { holder: "other".to_owned() };
+        hub.flush(true);
+        assert_eq!(hub.queued.len(), 1, "another writes");
+        hub.role = Role::Acting;
+        hub.flush(true);
+        assert!(hub.queued.is_empty());
     }
 
     #[tokio::test]
