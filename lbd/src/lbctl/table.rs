@@ -204,14 +204,23 @@ impl Display for Bytes {
         if count < 1024 {
             return write!(formatter, "{count} B");
         }
-        let mut value = count as f64;
+        // In whole numbers: a list of a million flows has two million of them, and floats are slow to print.
+        let count = u128::from(count);
         let mut unit = 0;
-        while value >= 1023.5 && unit + 1 < UNITS.len() {
-            value /= 1024.0;
+        while 2 * count >= 2047 << (10 * unit) && unit + 1 < UNITS.len() {
             unit += 1;
         }
-        let digits = usize::from(value < 9.995) + usize::from(value < 99.95);
-        write!(formatter, "{value:.digits$} {}", UNITS[unit])
+        let shift = 10 * unit;
+        let rounded = |count: u128| (count + (1 << (shift - 1))) >> shift;
+        if count * 1000 < 9995 << shift {
+            let hundredths = rounded(count * 100);
+            write!(formatter, "{}.{:02} {}", hundredths / 100, hundredths % 100, UNITS[unit])
+        } else if count * 100 < 9995 << shift {
+            let tenths = rounded(count * 10);
+            write!(formatter, "{}.{} {}", tenths / 10, tenths % 10, UNITS[unit])
+        } else {
+            write!(formatter, "{} {}", rounded(count), UNITS[unit])
+        }
     }
 }
 
@@ -299,6 +308,10 @@ mod tests {
             (0, "0 B"),
             (1023, "1023 B"),
             (1024, "1.00 KiB"),
+            (10_234, "9.99 KiB"),
+            (10_235, "10.0 KiB"),
+            (102_348, "99.9 KiB"),
+            (102_349, "100 KiB"),
             (10_240, "10.0 KiB"),
             (1_048_575, "1.00 MiB"),
             (123 << 20, "123 MiB"),
