@@ -3,7 +3,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context as _, Result, ensure};
 use lbd_tests::apiserver;
-use lbd_tests::lab::{self, Agent, Api, Hold, Listener, Peer, Seed, Ticker};
+use lbd_tests::lab::{self, Agent, Api, Clock, Hold, Lab, Listener, Namespace, Peer, Seed, Ticker};
 use serde_json::json;
 
 const NAMESPACE: &str = "clusters-tenant-a";
@@ -19,13 +19,18 @@ struct Site {
 impl Site {
     /// The seed's networks, an API server that knows its nodes, and an agent. Nothing is served yet.
     fn new(name: &str) -> Result<Self> {
+        Self::started(name, Agent::start)
+    }
+
+    /// The same, with an agent that is started in another way.
+    fn started(name: &str, start: impl FnOnce(&Agent, &Lab) -> Result<()>) -> Result<Self> {
         let seed = Seed::new(name)?;
         let api = Api::start(&seed.lab, &seed.api, "10.32.96.10:6443")?;
         for (place, node) in seed.nodes.iter().enumerate() {
             api.create(&apiserver::node(node.name(), &Seed::node_address(place)))?;
         }
         let agent = Agent::new(&seed.lab, &seed.lb, &Seed::kubernetes_configuration(api.kubeconfig()))?;
-        agent.start(&seed.lab)?;
+        start(&agent, &seed.lab)?;
         Ok(Self { seed, api, agent })
     }
 
@@ -43,6 +48,81 @@ impl Site {
     fn create(&self, node_port: u16) -> Result<()> {
         self.api.create(&apiserver::service(NAMESPACE, SERVICE, "LoadBalancer", &[(6443, node_port)])).map(drop)
     }
+}
+
+/// TCP connections that were opened to servers of a namespace.
+fn accepted(namespace: &Namespace) -> Result<u64> {
+    let text = namespace.run(|| Ok(std::fs::read_to_string("/proc/thread-self/net/snmp")?))?;
+    let mut lines = text.lines().filter_map(|line| line.strip_prefix("Tcp: "));
+    let (names, values) = lines.next().zip(lines.next()).context("no Tcp in /proc/net/snmp")?;
+    let mut pairs = names.split(' ').zip(values.split(' '));
+    let (_, value) = pairs.find(|(name, _)| *name == "PassiveOpens").context("no PassiveOpens in /proc/net/snmp")?;
+    Ok(value.parse()?)
+}
+
+/// The clock is set an hour ahead, then an hour back, under open connections: none is lost, new ones are made, the Lease is kept and renewed,
+/// nobody is probed more often, and changes are followed.
+#[test]
+#[ignore = "needs root"]
+fn b36_a_clock_that_is_set_by_an_hour_disturbs_nothing() -> Result<()> {
+    const WATCHED: Duration = Duration::from_secs(4);
+    let mut clock = None;
+    let site = Site::started("b36", |agent, lab| {
+        let clock = clock.insert(Clock::new(lab)?);
+        agent.start_build(lab, clock.program())
+    })?;
+    let clock = clock.context("the agent has no clock")?;
+    let _servers = site.serve(30918)?;
+    site.create(30918)?;
+    site.seed.wait_served(TARGET, false, Duration::from_secs(10))?;
+    let address = site.api.wait_address(NAMESPACE, SERVICE, Duration::from_secs(1))?;
+    let hold = Hold::start(&site.seed.lab, &site.seed.client, TARGET, false, 40, 10)?;
+    let lease = || site.api.get("Lease", "lbd-system", "lbd-hub");
+    let holder = |lease: &serde_json::Value| lease["spec"]["holderIdentity"].clone();
+    // How far the agent's renewals are ahead of the machine's clock, in seconds.
+    let ahead = |lease: &serde_json::Value| -> Result<i64> {
+        let renewed: jiff::Timestamp = lease["spec"]["renewTime"].as_str().context("never renewed")?.parse()?;
+        Ok(renewed.as_second() - (now_ms() / 1000) as i64)
+    };
+    // Flows that are open, and probes that a node sees meanwhile.
+    let watch = || -> Result<(usize, u64)> {
+        let before = accepted(&site.seed.nodes[0])?;
+        std::thread::sleep(WATCHED);
+        let probes = accepted(&site.seed.nodes[0])? - before;
+        let flows = site.agent.lbctl_json(&["flows", "--state", "established"])?;
+        Ok((flows.as_array().map_or(0, Vec::len), probes))
+    };
+    let first = lease()?;
+    ensure!(ahead(&first)?.abs() < 60, "{first}");
+    let (flows, probes) = watch()?;
+    ensure!(flows >= 40 && probes > 0, "{flows} flows, {probes} probes");
+    for (offset, node_port) in [(3600, 31222), (-3600, 31333)] {
+        clock.set(offset)?;
+        let begun = std::time::Instant::now();
+        // A Lease is renewed every few seconds: the agent has seen its clock.
+        lab::wait_until(Duration::from_secs(30), "the Lease is renewed by the clock as it is set", || {
+            Ok((ahead(&lease()?)? - offset).abs() < 60)
+        })?;
+        println!("set by {offset} s: renewed after {} ms", begun.elapsed().as_millis());
+        ensure!(holder(&lease()?) == holder(&first), "the Lease has changed hands");
+        let (now, probed) = watch()?;
+        ensure!(now >= flows, "{now} of {flows} flows are left");
+        ensure!(probed <= 2 * probes + 4, "{probed} probes in the time of {probes}");
+        let report = lab::load(&site.seed.far, TARGET, false, 50)?;
+        ensure!(report.failed == 0, "{report:?}");
+        // The servers of before go on for the connections of before.
+        let (_new, port) = (site.serve(node_port)?, format!(":{node_port}"));
+        site.api.set_node_port(NAMESPACE, SERVICE, 6443, node_port)?;
+        lab::wait_until(Duration::from_secs(5), "the new NodePort is followed", || {
+            let backends = site.agent.lbctl_json(&["backends"])?;
+            let at = |it: &serde_json::Value| it["backend"].as_str().is_some_and(|at| at.ends_with(&port));
+            Ok(backends.as_array().is_some_and(|all| all.iter().any(|it| at(it) && it["state"] == "up")))
+        })?;
+        site.api.set_node_port(NAMESPACE, SERVICE, 6443, 30918)?;
+        site.seed.wait_served(TARGET, false, Duration::from_secs(10))?;
+    }
+    ensure!(site.api.wait_address(NAMESPACE, SERVICE, Duration::from_secs(1))? == address, "the address changed");
+    hold.finish()?.assert_whole()
 }
 
 fn now_ms() -> u64 {

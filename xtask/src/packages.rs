@@ -15,8 +15,10 @@ use crate::{
     run::{find, output, run, shown},
 };
 
-/// Programs that the lab, the demo and the suites run, and the Debian package of each.
+/// Programs that the lab and the demo run, and the Debian package of each.
 pub(crate) const LAB: &[(&str, &str)] = &[("ip", "iproute2"), ("ethtool", "ethtool")];
+/// Programs of the suites in the lab; of `faketime` its library.
+pub(crate) const SUITES: &[(&str, &str)] = &[("ip", "iproute2"), ("ethtool", "ethtool"), ("faketime", "faketime")];
 /// Programs of the benchmark of the control plane, and the Debian packages that have them.
 pub(crate) const CONTROL: &[(&str, &str)] = &[("ip", "iproute2"), ("ethtool", "ethtool"), ("nft", "nftables")];
 

@@ -116,7 +116,7 @@ pub(crate) fn all(arguments: &Arguments) -> Result<i32> {
     }
     build::bpf(arguments.consent)?;
     if root && asked.iter().any(|suite| matches!(suite, Suite::Fixtures | Suite::Netns | Suite::Kubernetes)) {
-        packages::programs(arguments.consent, packages::LAB)?;
+        packages::programs(arguments.consent, packages::SUITES)?;
     }
     build::host(&["--package", "lbd", "--package", "lbd-tests", "--bins"], false)?;
 

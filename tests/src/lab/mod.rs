@@ -13,6 +13,7 @@ mod binaries;
 mod bpf;
 mod capture;
 mod cleanup;
+mod clock;
 mod craft;
 mod frame;
 mod namespace;
@@ -41,6 +42,7 @@ pub use api::Api;
 pub use binaries::binary;
 pub use bpf::{XdpMode, XdpProgram, XdpVerdict};
 pub use capture::{Capture, Captured, Filter, Keep, Summary, write_pcap};
+pub use clock::Clock;
 pub use craft::{
     BROADCAST, Way, announcement, icmp_frame, icmp6_frame, protocol_frame, solicited_group, tcp_frame, udp_frame,
 };
