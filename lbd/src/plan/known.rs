@@ -48,6 +48,8 @@ self_cell::self_cell!(
 /// Wishes with what they were made of, and what making them added to the plan.
 pub(super) struct Known {
     asked: Asked,
+    /// The last inventory of which the same was wished: what statuses show has come a long way since the first one.
+    last: Inventory,
     /// A wish leads to endpoints: those must not be nodes.
     to_endpoints: bool,
     notices: Vec<Notice>,
@@ -61,12 +63,14 @@ impl Known {
     /// Makes the wishes. The VIPs are in the plan already.
     pub(super) fn make(origin: Origin, site: &Site<'_>, ids: &Ids, plan: &mut Plan) -> Self {
         let told = plan.notices.len();
+        let last = origin.inventory.clone();
         let asked = Asked::new(origin, |origin| {
             Wishes(wishes(&origin.config, &origin.inventory, &origin.assignments, site, ids, plan))
         });
         Self {
             to_endpoints: asked.borrow_dependent().0.iter().any(Wish::to_endpoints),
             asked,
+            last,
             notices: plan.notices[told..].to_vec(),
             clients: plan.clients.clone(),
             intervals: plan.intervals.clone(),
@@ -76,13 +80,18 @@ impl Known {
 
     /// Whether the same would be wished for again: neither nodes nor what the statuses of Services show matter to that.
     pub(super) fn holds(&self, origin: &Origin) -> bool {
-        let known = self.asked.borrow_owner();
+        let (known, last) = (self.asked.borrow_owner(), &self.last);
         Arc::ptr_eq(&known.config, &origin.config)
             && Arc::ptr_eq(&known.assignments, &origin.assignments)
             && known.host == origin.host
-            && (!self.to_endpoints || known.inventory.nodes == origin.inventory.nodes)
-            && Inventory { nodes: origin.inventory.nodes.clone(), ..known.inventory.clone() }
+            && (!self.to_endpoints || last.nodes == origin.inventory.nodes)
+            && Inventory { nodes: origin.inventory.nodes.clone(), ..last.clone() }
                 .is_same_but_for_statuses(&origin.inventory)
+    }
+
+    /// Goes on with an inventory of which the same is wished.
+    pub(super) fn follow(&mut self, origin: Origin) {
+        self.last = origin.inventory;
     }
 
     /// Adds to a plan what making the wishes would.

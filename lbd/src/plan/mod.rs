@@ -104,7 +104,8 @@ impl Planner {
         }
         let origin = Origin::of(config, inventory, assignments, host);
         let mut known = match self.known.take().filter(|known| known.holds(&origin)) {
-            Some(known) => {
+            Some(mut known) => {
+                known.follow(origin);
                 known.add_to(&mut plan);
                 known
             }
