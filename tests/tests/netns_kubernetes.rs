@@ -1,7 +1,8 @@
 //! Kubernetes changes, packets follow: the agent between a real API (over HTTP) and a real kernel.
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
+use lbd::source::kubernetes;
 use lbd_tests::apiserver;
 use lbd_tests::lab::{self, Agent, Api, Clock, Hold, Lab, Listener, Namespace, Peer, Seed, Ticker};
 use serde_json::json;
@@ -77,12 +78,12 @@ fn b36_a_clock_that_is_set_by_an_hour_disturbs_nothing() -> Result<()> {
     site.seed.wait_served(TARGET, false, Duration::from_secs(10))?;
     let address = site.api.wait_address(NAMESPACE, SERVICE, Duration::from_secs(1))?;
     let hold = Hold::start(&site.seed.lab, &site.seed.client, TARGET, false, 40, 10)?;
-    let lease = || site.api.get("Lease", "lbd-system", "lbd-hub");
+    let lease = || site.api.get("Lease", kubernetes::NAMESPACE, &kubernetes::own_object("hub"));
     let holder = |lease: &serde_json::Value| lease["spec"]["holderIdentity"].clone();
     // How far the agent's renewals are ahead of the machine's clock, in seconds.
     let ahead = |lease: &serde_json::Value| -> Result<i64> {
         let renewed: jiff::Timestamp = lease["spec"]["renewTime"].as_str().context("never renewed")?.parse()?;
-        Ok(renewed.as_second() - (now_ms() / 1000) as i64)
+        Ok(renewed.as_second() - (lab::now_ms() / 1000) as i64)
     };
     // Flows that are open, and probes that a node sees meanwhile.
     let watch = || -> Result<(usize, u64)> {
@@ -125,10 +126,6 @@ fn b36_a_clock_that_is_set_by_an_hour_disturbs_nothing() -> Result<()> {
     hold.finish()?.assert_whole()
 }
 
-fn now_ms() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis() as u64
-}
-
 /// The NodePort changes under open connections: none is lost, new ones go to the new port within 100 ms of the event.
 #[test]
 #[ignore = "needs root"]
@@ -142,10 +139,10 @@ fn b01_the_node_port_changes() -> Result<()> {
     let ticker = Ticker::start(&site.seed.lab, &site.seed.far, TARGET, false, 5)?;
     std::thread::sleep(Duration::from_millis(500));
     let address = site.api.wait_address(NAMESPACE, SERVICE, Duration::from_secs(1))?;
-    let changed = now_ms();
+    let changed = lab::now_ms();
     site.api.set_node_port(NAMESPACE, SERVICE, 6443, 31222)?;
     // The call returns after the event was sent: the event is between these two.
-    let acknowledged = now_ms();
+    let acknowledged = lab::now_ms();
     std::thread::sleep(Duration::from_secs(3));
     let ticks = ticker.finish()?;
     let to_old = |local: &Option<String>| local.as_ref().is_some_and(|local| local.ends_with(":30918"));

@@ -2,7 +2,7 @@
 //!
 //! Run by `cargo xtask test --only netns`; `--fast` (or `LBD_TEST_FAST=1`) makes the numbers smaller.
 use std::path::PathBuf;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use lbd_tests::lab::{self, Agent, Capture, Hold, Keep, Lab, Namespace, Seed, Ticker};
@@ -40,10 +40,6 @@ impl Road {
         let namespaces = self.seed.lab.namespaces();
         namespaces.iter().filter(|namespace| namespace.name() != "router").try_for_each(Lab::assert_no_forwarding)
     }
-}
-
-fn now_ms() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis() as u64
 }
 
 /// Runs something for all roles at once.
@@ -169,7 +165,7 @@ fn node_death(name: &str, limit: Duration, kill: impl Fn(&Road, &str) -> Result<
     let hold = Hold::start(&road.seed.lab, &road.seed.client, target, tls, 40, 10)?;
     let ticker = Ticker::start(&road.seed.lab, &road.seed.client, target, tls, 20)?;
     std::thread::sleep(Duration::from_secs(1));
-    let died = now_ms();
+    let died = lab::now_ms();
     kill(&road, "n6")?;
     std::thread::sleep(limit + Duration::from_secs(3));
     let ticks = ticker.finish()?;

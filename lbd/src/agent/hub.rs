@@ -618,18 +618,9 @@ mod tests {
     #[tokio::test]
     async fn b59_what_waits_for_the_record_is_not_written_after_the_lease_is_lost() {
         let bench = Bench::new();
-        let kubeconfig = bench.directory.path().join("kubeconfig");
-        let text = "\
-clusters: [{ name: hub, cluster: { server: 'http://127.0.0.1:1' } }]
-users: [{ name: lbd, user: { token: t } }]
-contexts: [{ name: hub, context: { cluster: hub, user: lbd } }]
-current-context: hub
-";
-        std::fs::write(&kubeconfig, text).unwrap();
-        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o600);
-        std::fs::set_permissions(&kubeconfig, mode).unwrap();
+        let (_file, settings) = crate::source::kubernetes::testing::nowhere();
         let mut config = (*bench.core.config).clone();
-        config.hub.kubernetes = Some(crate::config::Kubernetes { kubeconfig, allow_insecure: false, max_blind: None });
+        config.hub.kubernetes = Some(settings);
         let state = Arc::new(StateDirectory::open(&bench.directory.path().join("hub")).unwrap());
         let mut hub = Hub::start(&config, &state, None, Patience::default()).await.unwrap();
         let kept = watch::Sender::new(Kept::default());

@@ -94,21 +94,7 @@ impl StatusWriter {
         let desired = watch::Sender::new(Desired::default());
         let (publish, notices) = watch::channel(Vec::new());
         let writes = Arc::new(Mutex::new(0));
-        let worker = Worker {
-            access: access.clone(),
-            snapshots,
-            desired: desired.subscribe(),
-            notices: publish,
-            writes: Arc::clone(&writes),
-            states: BTreeMap::new(),
-            queue: VecDeque::new(),
-            running: JoinSet::new(),
-            names: BTreeMap::new(),
-            tokens: BURST,
-            filled: Instant::now(),
-            silent_until: None,
-            pace,
-        };
+        let worker = Worker::new(access.clone(), snapshots, desired.subscribe(), publish, Arc::clone(&writes), pace);
         let mut tasks = JoinSet::new();
         tasks.spawn(worker.run());
         Self { desired, notices, writes, _tasks: tasks }
@@ -415,6 +401,31 @@ struct Worker {
 }
 
 impl Worker {
+    fn new(
+        access: Access,
+        snapshots: watch::Receiver<Snapshot>,
+        desired: watch::Receiver<Desired>,
+        notices: watch::Sender<Vec<Notice>>,
+        writes: Arc<Mutex<u64>>,
+        pace: Pace,
+    ) -> Self {
+        Self {
+            access,
+            snapshots,
+            desired,
+            notices,
+            writes,
+            states: BTreeMap::new(),
+            queue: VecDeque::new(),
+            running: JoinSet::new(),
+            names: BTreeMap::new(),
+            tokens: BURST,
+            filled: Instant::now(),
+            silent_until: None,
+            pace,
+        }
+    }
+
     async fn run(mut self) {
         let mut connected = false;
         let mut dirty = true;
@@ -745,16 +756,7 @@ mod tests {
 
     /// A server that nobody has started: every write fails, and is put off until after the test.
     fn nowhere() -> (Access, Pace) {
-        let mut file = tempfile::NamedTempFile::new().unwrap();
-        let text = "\
-clusters: [{ name: hub, cluster: { server: 'http://127.0.0.1:1' } }]
-users: [{ name: lbd, user: { token: t } }]
-contexts: [{ name: hub, context: { cluster: hub, user: lbd } }]
-current-context: hub
-";
-        std::io::Write::write_all(&mut file, text.as_bytes()).unwrap();
-        let settings =
-            crate::config::Kubernetes { kubeconfig: file.path().into(), allow_insecure: false, max_blind: None };
+        let (_file, settings) = crate::source::kubernetes::testing::nowhere();
         let never = Duration::from_hours(1);
         (Access::open(&settings).unwrap(), Pace { pause_first: never, pause_last: never, ..Pace::default() })
     }
@@ -853,21 +855,9 @@ current-context: hub
     }
 
     fn worker(access: &Access, snapshot: &Snapshot, pace: &Pace) -> Worker {
-        Worker {
-            access: access.clone(),
-            snapshots: watch::Sender::new(snapshot.clone()).subscribe(),
-            desired: watch::Sender::new(None).subscribe(),
-            notices: watch::Sender::new(Vec::new()),
-            writes: Arc::default(),
-            states: BTreeMap::new(),
-            queue: VecDeque::new(),
-            running: JoinSet::new(),
-            names: BTreeMap::new(),
-            tokens: BURST,
-            filled: Instant::now(),
-            silent_until: None,
-            pace: pace.clone(),
-        }
+        let snapshots = watch::Sender::new(snapshot.clone()).subscribe();
+        let desired = watch::Sender::new(None).subscribe();
+        Worker::new(access.clone(), snapshots, desired, watch::Sender::new(Vec::new()), Arc::default(), pace.clone())
     }
 
     #[test]

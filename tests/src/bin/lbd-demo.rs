@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::process::ExitCode;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use lbd_tests::apiserver;
@@ -34,10 +34,6 @@ fn show(what: &str, result: &str) {
 
 fn title(text: &str) {
     println!("\n{text}");
-}
-
-fn now_ms() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis() as u64
 }
 
 fn counts(counts: &BTreeMap<String, u64>) -> String {
@@ -173,7 +169,7 @@ fn node_port_moves(seed: &Seed, api: &Api, mut servers: Servers) -> Result<Serve
         fresh.push(Peer::serve(&seed.lab, node, node.name(), &[Listener::tls(&Seed::node_address(place), NEW_PORT)])?);
     }
     std::thread::sleep(Duration::from_millis(300));
-    let changed = now_ms();
+    let changed = lab::now_ms();
     api.set_node_port("clusters-tenant-a", "kube-apiserver", 6443, NEW_PORT)?;
     std::thread::sleep(Duration::from_secs(1));
     let ticks = ticker.finish()?;
@@ -205,7 +201,7 @@ fn node_dies(seed: &Seed, servers: &Servers) -> Result<()> {
     let hold = Hold::start(&seed.lab, &seed.client, &target, true, 20, 10)?;
     let ticker = Ticker::start(&seed.lab, &seed.far, &target, true, 20)?;
     std::thread::sleep(Duration::from_millis(300));
-    let died = now_ms();
+    let died = lab::now_ms();
     servers.shared[1].kill();
     std::thread::sleep(Duration::from_millis(3_500));
     let ticks = ticker.finish()?;

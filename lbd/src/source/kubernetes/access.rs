@@ -369,26 +369,13 @@ fn is_loopback(host: Option<&str>) -> bool {
 mod tests {
     use std::io::Write;
 
+    use super::super::testing::{TOKEN, kubeconfig as file};
     use super::*;
-
-    fn file(server: &str, cluster: &str, user: &str, mode: u32) -> tempfile::NamedTempFile {
-        let mut file = tempfile::NamedTempFile::new().unwrap();
-        write!(
-            file,
-            "apiVersion: v1\nkind: Config\ncurrent-context: c\nclusters:\n- name: c\n  cluster:\n    server: {server}\n{cluster}\
-             contexts:\n- name: c\n  context: {{cluster: c, user: u}}\nusers:\n- name: u\n  user:\n{user}"
-        )
-        .unwrap();
-        file.as_file().set_permissions(std::fs::Permissions::from_mode(mode)).unwrap();
-        file
-    }
 
     fn open(file: &tempfile::NamedTempFile, allow_insecure: bool) -> Result<(), String> {
         let settings = config::Kubernetes { kubeconfig: file.path().into(), allow_insecure, max_blind: None };
         load(&settings, None).map(|_| ()).map_err(|error| error.to_string())
     }
-
-    const TOKEN: &str = "    token: secret\n";
 
     #[tokio::test]
     async fn good_files_are_accepted() {

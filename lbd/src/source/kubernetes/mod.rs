@@ -9,6 +9,8 @@ mod follow;
 mod lease;
 mod record;
 pub mod rights;
+#[cfg(test)]
+pub(crate) mod testing;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
