@@ -69,6 +69,74 @@ impl Delta {
     }
 }
 
+/// Sums of 64-bit words that come and of others that go, as many: what costs least where nothing adds with carry.
+///
+/// One sum wraps and knows the lower 64 bits of the whole; the other is that of the words' upper halves. Their difference is the sum of
+/// the lower halves.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct WordSums {
+    whole: u64,
+    upper: u64,
+}
+
+impl WordSums {
+    /// Nothing changed.
+    pub const NONE: Self = Self { whole: 0, upper: 0 };
+
+    /// Most words that may come, and go.
+    pub const WORDS: u64 = 4;
+
+    /// A word at an even offset comes.
+    #[must_use]
+    #[inline(always)]
+    pub const fn comes(self, word: u64) -> Self {
+        Self { whole: self.whole.wrapping_add(word), upper: self.upper.wrapping_add(word >> 32) }
+    }
+
+    /// A word at an even offset goes.
+    #[must_use]
+    #[inline(always)]
+    pub const fn goes(self, word: u64) -> Self {
+        Self { whole: self.whole.wrapping_sub(word), upper: self.upper.wrapping_sub(word >> 32) }
+    }
+
+    /// Both sums, through `function`.
+    #[must_use]
+    #[inline(always)]
+    pub fn map(self, function: impl Fn(u64) -> u64) -> Self {
+        Self { whole: function(self.whole), upper: function(self.upper) }
+    }
+
+    /// What the change adds to a checksum's sum.
+    #[must_use]
+    #[inline(always)]
+    pub const fn delta(self) -> Delta {
+        /// A multiple of 0xffff, zero in one's complement, that makes up for all halves that can go.
+        const ENOUGH: u64 = 2 * WordSums::WORDS * 0xffff_ffff;
+        let lower = self.whole.wrapping_sub(self.upper << 32);
+        Delta(lower.wrapping_add(self.upper).wrapping_add(ENOUGH))
+    }
+}
+
+/// What a change of addresses and ports adds to checksums.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Change {
+    /// The addresses: to that of an IPv4 header.
+    pub addresses: Delta,
+    /// Addresses and ports: to that of the transport.
+    pub tuple: Delta,
+}
+
+impl Change {
+    /// From one tuple to another.
+    #[must_use]
+    #[inline(always)]
+    pub fn between<A: Address>(old: &Tuple<A>, new: &Tuple<A>) -> Self {
+        let addresses = Delta::NONE.addresses(old, new);
+        Self { addresses, tuple: addresses.ports(old, new) }
+    }
+}
+
 /// Folds a sum of 16- and 32-bit words to 16 bits.
 #[inline(always)]
 pub const fn fold(sum: u64) -> u16 {
@@ -103,6 +171,11 @@ mod tests {
 
     use super::*;
 
+    /// Any word, and often one whose halves are all zeros or all ones.
+    fn word() -> impl Strategy<Value = u64> {
+        prop_oneof![any::<u64>(), Just(0), Just(u64::MAX), Just(0xffff_ffff), Just(0xffff_ffff << 32)]
+    }
+
     proptest! {
         #[test]
         fn incremental_update_equals_recomputation(mut bytes in proptest::collection::vec(any::<u8>(), 12..60), new: [u8; 4], at in 0usize..2) {
@@ -115,6 +188,20 @@ mod tests {
             let old = [bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]];
             bytes[at..at + 4].copy_from_slice(&new);
             prop_assert_eq!(Delta::NONE.quad(u32::from_ne_bytes(old), u32::from_ne_bytes(new)).apply(before), checksum(&bytes));
+        }
+
+        #[test]
+        fn sums_of_words_are_those_of_their_halves(words in proptest::collection::vec((word(), word()), 1..=WordSums::WORDS as usize), checksum: u16) {
+            let (mut sums, mut halves) = (WordSums::NONE, Delta::NONE);
+            for &(_, new) in &words {
+                sums = sums.comes(new);
+            }
+            for &(old, new) in &words {
+                sums = sums.goes(old);
+                halves = halves.quad(old as u32, new as u32).quad((old >> 32) as u32, (new >> 32) as u32);
+            }
+            prop_assert_eq!(sums.delta().apply(checksum), halves.apply(checksum));
+            prop_assert_eq!(sums.delta().word(1, 2).apply_udp(checksum), halves.word(1, 2).apply_udp(checksum));
         }
 
         #[test]

@@ -4,12 +4,13 @@
 //! Ethernet header has not: BPF reads unaligned packet data in one load where the kernel's verifier allows it (x86-64 and
 //! arm64 do).
 
+use core::mem::offset_of;
 use core::sync::atomic::{Ordering, compiler_fence};
 
 use network_types::arp::ArpHdr;
 
 use crate::abi::{Address, Address4, Address6, FlowKey, Mac, Tuple, Tuple4, Tuple6};
-use crate::checksum::{Delta, fold};
+use crate::checksum::{Change, Delta, fold};
 use crate::reason::Reason;
 use crate::tcp::{ACK, FIN, RST, SYN};
 
@@ -163,6 +164,10 @@ pub type Ipv6Udp = UdpPacket<Address6>;
 const _: () = assert!(size_of::<Ipv4>() == IPV4 && size_of::<Ipv4Tcp>() == IPV4_TCP && size_of::<Ipv4Udp>() == 28);
 const _: () = assert!(size_of::<Ipv6>() == IPV6 && size_of::<Ipv6Tcp>() == IPV6_TCP && size_of::<Ipv6Udp>() == 48);
 
+const _: () = assert!(offset_of!(Ipv4, destination_be) == IPV4 - 4 && offset_of!(Tuple4, source_port_be) == 8);
+const _: () = assert!(offset_of!(Ipv6, destination_be) == IPV6 - 16 && offset_of!(Tuple6, source_port_be) == 32);
+const _: () = assert!(offset_of!(Tcp, destination_port_be) == 2 && offset_of!(Udp, destination_port_be) == 2);
+
 /// An address family's packets.
 pub trait Family: Address {
     /// Its IP header without options.
@@ -192,9 +197,8 @@ pub trait IpHeader<A: Address>: Copy {
     fn source(&self) -> A;
     /// Destination.
     fn destination(&self) -> A;
-    /// The addresses become those of `to`, the TTL one less; the header's checksum follows incrementally. `addresses` is what the change
-    /// of addresses adds to a checksum. The TTL must be above 1.
-    fn rewrite(&mut self, addresses: Delta, to: &Tuple<A>);
+    /// The TTL becomes one less, and the header's checksum follows incrementally, by a change of addresses too. The TTL must be above 1.
+    fn forward(&mut self, addresses: Delta);
     /// A header from `source` to `destination`, with `payload` bytes of `protocol` to follow, and the TTL 64.
     fn new(source: A, destination: A, protocol: u8, payload: u16) -> Self;
     /// Sum of the pseudo-header (RFC 9293 §3.1, RFC 8200 §8.1) over `payload` bytes of `protocol`, not folded.
@@ -277,14 +281,12 @@ impl IpHeader<Address4> for Ipv4 {
     }
 
     #[inline(always)]
-    fn rewrite(&mut self, addresses: Delta, to: &Tuple4) {
+    fn forward(&mut self, addresses: Delta) {
         let before = u16::from_ne_bytes([self.ttl, self.protocol]);
         let ttl = self.ttl.wrapping_sub(1);
         let after = u16::from_ne_bytes([ttl, self.protocol]);
         self.ttl = ttl;
         self.checksum = addresses.word(before, after).apply(self.checksum);
-        self.source_be = to.source_be;
-        self.destination_be = to.destination_be;
     }
 
     #[inline(always)]
@@ -370,10 +372,8 @@ impl IpHeader<Address6> for Ipv6 {
     }
 
     #[inline(always)]
-    fn rewrite(&mut self, _addresses: Delta, to: &Tuple6) {
+    fn forward(&mut self, _addresses: Delta) {
         self.hop_limit = self.hop_limit.wrapping_sub(1);
-        self.source_be = to.source_be;
-        self.destination_be = to.destination_be;
     }
 
     #[inline(always)]
@@ -497,12 +497,24 @@ impl<A: Family> TcpPacket<A> {
     /// Addresses and ports become `to`, the TTL one less; all checksums follow incrementally. The TTL must be above 1.
     #[inline(always)]
     pub fn rewrite(&mut self, from: &Tuple<A>, to: &Tuple<A>) {
-        let addresses = Delta::NONE.addresses(from, to);
+        let change = Change::between(from, to);
         read_again::<A>();
-        self.ip.rewrite(addresses, to);
-        self.tcp.source_port_be = to.source_port_be;
-        self.tcp.destination_port_be = to.destination_port_be;
-        self.tcp.checksum = addresses.ports(from, to).apply(self.tcp.checksum);
+        *self.tuple_mut() = *to;
+        self.forward(change);
+    }
+
+    /// Addresses and ports, where they lie.
+    #[inline(always)]
+    pub const fn tuple_mut(&mut self) -> &mut Tuple<A> {
+        // SAFETY: addresses end an IP header, ports begin what is behind it, and that is a tuple: asserted below.
+        unsafe { &mut *(&raw mut *self).byte_add(A::Header::LENGTH - 2 * size_of::<A>()).cast() }
+    }
+
+    /// The TTL becomes one less; all checksums follow, by a change of addresses and ports too. The TTL must be above 1.
+    #[inline(always)]
+    pub fn forward(&mut self, change: Change) {
+        self.ip.forward(change.addresses);
+        self.tcp.checksum = change.tuple.apply(self.tcp.checksum);
     }
 
     /// A segment without payload and options: `flags` from `tuple`'s source to its destination. Sequence numbers are in host order.
@@ -582,22 +594,28 @@ impl<A: Family> UdpPacket<A> {
         }
     }
 
-    /// Key of the flow that this datagram belongs to.
-    #[inline(always)]
-    pub fn key(&self, segment: u16) -> FlowKey<A> {
-        FlowKey { tuple: self.tuple(), segment, protocol: UDP, pad: 0 }
-    }
-
     /// Addresses and ports become `to`, the TTL one less; all checksums follow incrementally, and none stays none. The TTL must
     /// be above 1.
     #[inline(always)]
     pub fn rewrite(&mut self, from: &Tuple<A>, to: &Tuple<A>) {
-        let addresses = Delta::NONE.addresses(from, to);
+        let change = Change::between(from, to);
         read_again::<A>();
-        self.ip.rewrite(addresses, to);
-        self.udp.source_port_be = to.source_port_be;
-        self.udp.destination_port_be = to.destination_port_be;
-        self.udp.checksum = addresses.ports(from, to).apply_udp(self.udp.checksum);
+        *self.tuple_mut() = *to;
+        self.forward(change);
+    }
+
+    /// Addresses and ports, where they lie.
+    #[inline(always)]
+    pub const fn tuple_mut(&mut self) -> &mut Tuple<A> {
+        // SAFETY: addresses end an IP header, ports begin what is behind it, and that is a tuple: asserted below.
+        unsafe { &mut *(&raw mut *self).byte_add(A::Header::LENGTH - 2 * size_of::<A>()).cast() }
+    }
+
+    /// The TTL becomes one less; all checksums follow, by a change of addresses and ports too. The TTL must be above 1.
+    #[inline(always)]
+    pub fn forward(&mut self, change: Change) {
+        self.ip.forward(change.addresses);
+        self.udp.checksum = change.tuple.apply_udp(self.udp.checksum);
     }
 }
 
@@ -652,4 +670,48 @@ pub const fn arp_reply(request: &ArpHdr, mac: Mac) -> ArpHdr {
 #[inline(always)]
 pub const fn is_arp_request(arp: &ArpHdr) -> bool {
     matches!(arp, ArpHdr { htype: [0, 1], ptype: [8, 0], hlen: 6, plen: 4, oper: [0, 1], .. })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const VIP: Address6 = [0x2a00, 1, 2, 0x3000_0001];
+    const CLIENT: Address6 = [0xffff_ffff, 0, u32::MAX, 9];
+    const NODE: Address6 = [0, 0x1234, 0, 7];
+
+    const fn tuple<A: Address>(
+        source_be: A,
+        destination_be: A,
+        source_port_be: u16,
+        destination_port_be: u16,
+    ) -> Tuple<A> {
+        Tuple { source_be, destination_be, source_port_be, destination_port_be }
+    }
+
+    /// A segment that is rewritten is the one made for where it goes, but for its TTL.
+    fn rewritten<A: Family>(from: &Tuple<A>, to: &Tuple<A>) {
+        let mut segment = TcpPacket::bare(from, 1, 2, ACK);
+        assert_eq!(*segment.tuple_mut(), *from);
+        assert_eq!(segment.tuple(), *from);
+        segment.rewrite(from, to);
+        let mut expected = TcpPacket::bare(to, 1, 2, ACK);
+        expected.ip.forward(Delta::NONE);
+        assert_eq!(segment, expected);
+    }
+
+    #[test]
+    fn a_rewritten_segment_is_the_one_made_for_where_it_goes() {
+        rewritten(&tuple(0x0102_0304, 0x0506_0708, 9, 10), &tuple(0xffff_0000, 1, 0xffff, 12));
+        rewritten(&tuple(CLIENT, VIP, 9, 10), &tuple(VIP, NODE, 0xffff, 12));
+    }
+
+    #[test]
+    fn a_datagram_has_its_tuple_where_a_segment_has_it() {
+        let udp = Udp { source_port_be: 9, destination_port_be: 10, length_be: 8, checksum: 1 };
+        let mut four = Ipv4Udp { ip: Ipv4::new(1, 2, UDP, 8), udp };
+        assert_eq!((*four.tuple_mut(), four.tuple()), (tuple(1, 2, 9, 10), tuple(1, 2, 9, 10)));
+        let mut six = Ipv6Udp { ip: Ipv6::new(CLIENT, VIP, UDP, 8), udp };
+        assert_eq!((*six.tuple_mut(), six.tuple()), (tuple(CLIENT, VIP, 9, 10), tuple(CLIENT, VIP, 9, 10)));
+    }
 }

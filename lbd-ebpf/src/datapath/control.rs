@@ -9,9 +9,9 @@ use lbd_common::abi::{Address4, Address6, ControlRequest, ControlRequest4, contr
 
 use super::age::kill;
 use super::context::{at, now, opaque};
-use super::edge::{Key, read};
 use super::maps::Tables;
 use super::migrate;
+use super::words::{Key, read};
 
 /// Entries of each family that one run ages at the most.
 const AGE_STEPS: u32 = 64;
@@ -62,7 +62,7 @@ fn kill_flow<A: Tables>(context: &XdpContext) -> u32 {
     let request = unsafe { &mut *request };
     request.result = 0;
     if let Some(flow) = A::flows().get_ptr_mut(request.key)
-        && read(flow, &Key(request.key)).is_some()
+        && read(flow, &Key(request.key), request.key.protocol).is_some()
     {
         request.result = u64::from(kill(flow, now()));
     }

@@ -10,10 +10,11 @@ use super::choice::{
     Client, Kind, admit, choose, frontend_of, hop_to_backend, prepare, promoted, refused, reply_to, write_key,
 };
 use super::context::{Arrival, Outcome, mac_pointer, now, refuse, send, settings, udp_packet};
-use super::edge::{Key, count_traffic, read, translate};
+use super::edge::{count_traffic, translate};
 use super::flags::{mark, mark_other};
 use super::half_open::{First, allocate, make};
 use super::maps::Tables;
+use super::words::{Key, read};
 
 /// Makes a flow for a client's datagram: nothing proves its address, so that it has its own, smaller quota, and a short life.
 #[inline(always)]
@@ -73,13 +74,13 @@ pub(crate) fn replied<A: Tables>(context: &XdpContext) -> Outcome {
     let packet = udp_packet::<A>(context).map_err(|reason| refuse(reason, arrival.segment.tenant))?;
     // SAFETY: `udp_packet` has bounds-checked the headers.
     let packet = unsafe { &mut *packet };
-    let key = Key(packet.key(arrival.segment.id));
-    let Some(flow) = A::flows().get_ptr_mut(key.0) else { return arrival.go(context, A::STAGES.datagram) };
-    if let Some((to, next_hop, state)) = read(flow, &key)
-        && state & (FLOW_REVERSE | FLOW_REPLIED) == FLOW_REVERSE
+    let key = Key::new(packet.tuple_mut(), arrival.segment.id, UDP);
+    let Some(flow) = A::flows().get_ptr_mut(&key.0) else { return arrival.go(context, A::STAGES.datagram) };
+    if let Some(way) = read(flow, &key, UDP)
+        && way.state & (FLOW_REVERSE | FLOW_REPLIED) == FLOW_REVERSE
     {
         mark(flow, FLOW_REPLIED);
-        mark_other(&to, next_hop, state, FLOW_REPLIED);
+        mark_other(&way.to.0, way.next_hop, way.state, FLOW_REPLIED);
     }
     match translate(context, &arrival, packet, flow, &key, false) {
         Some(outcome) => outcome,

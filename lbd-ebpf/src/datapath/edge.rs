@@ -1,12 +1,9 @@
 //! The hot path: packets of live flows.
 
-use core::mem::{MaybeUninit, offset_of};
-use core::ptr::read_volatile;
-
 use aya_ebpf::{bindings::xdp_action, programs::XdpContext};
 use lbd_common::abi::{
-    Address, Address4, Address6, FLOW_DEAD, FLOW_REPLIED, FLOW_REVERSE, FLOW_UDP, Flow, FlowKey, Making,
-    SETTING_MIGRATING, STAGE_ARP, STAGE_LOCAL, STAGE_NEIGHBOUR, STAGE_TAGGED, Segment, Tuple, traffic_index,
+    Address, Address4, Address6, FLOW_REPLIED, FLOW_REVERSE, Flow, SETTING_MIGRATING, STAGE_ARP, STAGE_LOCAL,
+    STAGE_NEIGHBOUR, STAGE_TAGGED, Segment, traffic_index,
 };
 use lbd_common::packet::{ETHERNET, ICMPV6, IpHeader as _, Ipv6, TCP, TcpPacket, UDP, UdpPacket, ethertype};
 use lbd_common::reason::Reason;
@@ -14,6 +11,7 @@ use lbd_common::tcp::{self, ACK, FIN, RST, SYN};
 
 use super::context::{Arrival, Outcome, at, available, is_for, is_group, mac_pointer, now, refuse, resolve, send};
 use super::maps::{FRONTEND_OWNERS, SETTINGS, TRAFFIC, Tables};
+use super::words::{Key, Way, read};
 
 /// Neighbour solicitation (RFC 4861).
 const NEIGHBOUR_SOLICITATION: u8 = 135;
@@ -80,8 +78,8 @@ fn transport<A: Tables>(context: &XdpContext, arrival: &Arrival) -> Outcome {
             if packet.verify(available(context, ETHERNET)).is_err() {
                 return arrival.go(context, STAGE_LOCAL);
             }
-            let key = Key(packet.key(arrival.segment.id));
-            let Some(flow) = A::flows().get_ptr_mut(key.0) else {
+            let key = Key::new(packet.tuple_mut(), arrival.segment.id, TCP);
+            let Some(flow) = A::flows().get_ptr_mut(&key.0) else {
                 return unknown::<A>(context, arrival, packet.tcp.flags);
             };
             if packet.tcp.flags & (SYN | FIN | RST) != 0 {
@@ -100,8 +98,8 @@ fn transport<A: Tables>(context: &XdpContext, arrival: &Arrival) -> Outcome {
             if packet.verify(available(context, ETHERNET)).is_err() {
                 return arrival.go(context, STAGE_LOCAL);
             }
-            let key = Key(packet.key(arrival.segment.id));
-            if let Some(flow) = A::flows().get_ptr_mut(key.0)
+            let key = Key::new(packet.tuple_mut(), arrival.segment.id, UDP);
+            if let Some(flow) = A::flows().get_ptr_mut(&key.0)
                 && let Some(outcome) = translate(context, arrival, packet, flow, &key, true)
             {
                 return outcome;
@@ -127,12 +125,15 @@ const PAUSE: u32 = 2;
 
 /// A packet that a flow can translate.
 pub(crate) trait Transport<A: Tables> {
+    /// IP protocol number.
+    const PROTOCOL: u8;
+
     /// Length of the IP packet.
     fn length(&self) -> u32;
     /// TTL or hop limit.
     fn hops(&self) -> u8;
     /// See [`TcpPacket::rewrite`].
-    fn translate(&mut self, from: &Tuple<A>, to: &Tuple<A>);
+    fn rewrite(&mut self, way: &Way<A>);
     /// Follows the packet in its half. True if somebody must look closer before the packet goes.
     fn track(&self, flow: &mut Flow<A>, state: u16) -> bool;
     /// The stage that looks closer.
@@ -140,6 +141,8 @@ pub(crate) trait Transport<A: Tables> {
 }
 
 impl<A: Tables> Transport<A> for TcpPacket<A> {
+    const PROTOCOL: u8 = TCP;
+
     #[inline(always)]
     fn length(&self) -> u32 {
         self.total_length()
@@ -151,8 +154,9 @@ impl<A: Tables> Transport<A> for TcpPacket<A> {
     }
 
     #[inline(always)]
-    fn translate(&mut self, from: &Tuple<A>, to: &Tuple<A>) {
-        self.rewrite(from, to);
+    fn rewrite(&mut self, way: &Way<A>) {
+        way.to.write(self.tuple_mut());
+        self.forward(way.change);
     }
 
     /// A packet far from the flow's sequence numbers is forwarded (its receiver judges it) but moves nothing here. What a client sends
@@ -188,6 +192,8 @@ impl<A: Tables> Transport<A> for TcpPacket<A> {
 }
 
 impl<A: Tables> Transport<A> for UdpPacket<A> {
+    const PROTOCOL: u8 = UDP;
+
     #[inline(always)]
     fn length(&self) -> u32 {
         self.ip.total_length()
@@ -199,8 +205,9 @@ impl<A: Tables> Transport<A> for UdpPacket<A> {
     }
 
     #[inline(always)]
-    fn translate(&mut self, from: &Tuple<A>, to: &Tuple<A>) {
-        self.rewrite(from, to);
+    fn rewrite(&mut self, way: &Way<A>) {
+        way.to.write(self.tuple_mut());
+        self.forward(way.change);
     }
 
     /// The first reply lengthens the flow's life.
@@ -227,7 +234,8 @@ pub(crate) fn translate<A: Tables, P: Transport<A>>(
     key: &Key<A>,
     hot: bool,
 ) -> Option<Outcome> {
-    let (to, next_hop, state) = read(flow, key)?;
+    let way = read(flow, key, P::PROTOCOL)?;
+    let (next_hop, state) = (way.next_hop, way.state);
     let segment = arrival.segment;
     if packet.hops() <= 1 {
         return Some(Err(refuse(Reason::TtlExceeded, tenant_of(flow, segment))));
@@ -257,92 +265,8 @@ pub(crate) fn translate<A: Tables, P: Transport<A>>(
             flow.packets_high = flow.packets_high.wrapping_add(1);
         }
         count_traffic(flow.frontend, state & FLOW_REVERSE != 0, length);
-        packet.translate(&key.0.tuple, &to);
+        packet.rewrite(&way);
         Some(Ok(send(context, arrival.ethernet, hop, destination)))
-    }
-}
-
-/// What a half says of a packet's way, copied out. `None` if the half is dead or another flow's: a hash element can be recycled under
-/// its reader, so the tuple is compared after the copy, in program order.
-#[inline(always)]
-pub(crate) fn read<A: Tables>(flow: *const Flow<A>, key: &Key<A>) -> Option<(Tuple<A>, u16, u16)> {
-    // SAFETY: a map value, which the verifier checks; all fields are plain integers.
-    unsafe {
-        let to = copy(&raw const (*flow).to);
-        let next_hop = read_volatile(&raw const (*flow).next_hop);
-        let state = read_volatile(&raw const (*flow).state);
-        let own = is_now(&raw const (*flow).tuple, key)
-            && read_volatile(&raw const (*flow).segment) == key.0.segment
-            && (state & FLOW_UDP != 0) == (key.0.protocol == UDP);
-        (own && state & FLOW_DEAD == 0).then_some((to, next_hop, state))
-    }
-}
-
-/// Copies a tuple word by word, in program order.
-///
-/// # Safety
-///
-/// `from` points to a tuple in a flow, at a whole word.
-#[inline(always)]
-unsafe fn copy<A: Tables>(from: *const Tuple<A>) -> Tuple<A> {
-    let mut tuple = MaybeUninit::<Aligned<A>>::uninit();
-    let mut word = 0;
-    // SAFETY: the caller's, and all words of the tuple are written.
-    unsafe {
-        while word < size_of::<Tuple<A>>() / 8 {
-            tuple.as_mut_ptr().cast::<u64>().add(word).write(read_volatile(from.cast::<u64>().add(word)));
-            word += 1;
-        }
-        // Both families' tuples end with half a word.
-        tuple.as_mut_ptr().cast::<u32>().add(2 * word).write(read_volatile(from.cast::<u32>().add(2 * word)));
-        tuple.assume_init().0
-    }
-}
-
-/// A tuple that can be written by whole words, as those in flows can be read.
-#[repr(C, align(8))]
-struct Aligned<A: Address>(Tuple<A>);
-
-const _: () = assert!(size_of::<Tuple<Address4>>() % 8 == 4 && size_of::<Tuple<Address6>>() % 8 == 4);
-const _: () = assert!(offset_of!(Flow<Address4>, to) % 8 == 0 && offset_of!(Flow<Address6>, to) % 8 == 0);
-const _: () = assert!(offset_of!(Flow<Address4>, tuple) % 8 == 0 && offset_of!(Flow<Address6>, tuple) % 8 == 0);
-
-/// A key that can be compared by whole words.
-#[repr(C, align(8))]
-pub(crate) struct Key<A: Address>(pub(crate) FlowKey<A>);
-
-const _: () = assert!(offset_of!(Making<Address4>, reply) % 8 == 0 && offset_of!(Making<Address6>, reply) % 8 == 0);
-
-impl<A: Address> Key<A> {
-    /// The key in [`Making::reply`].
-    ///
-    /// # Safety
-    ///
-    /// It lies there.
-    #[inline(always)]
-    pub(crate) unsafe fn in_making(key: &FlowKey<A>) -> &Self {
-        // SAFETY: the caller's; it lies at a whole word, as asserted above.
-        unsafe { &*(&raw const *key).cast() }
-    }
-}
-
-/// Compares a tuple word by word, in program order.
-///
-/// # Safety
-///
-/// `now` points to a tuple in a flow, at a whole word.
-#[inline(always)]
-unsafe fn is_now<A: Tables>(now: *const Tuple<A>, key: &Key<A>) -> bool {
-    let expected = &raw const key.0.tuple;
-    let (mut word, mut difference) = (0, 0);
-    // SAFETY: the caller's; a key begins with its tuple, at a whole word.
-    unsafe {
-        while word < size_of::<Tuple<A>>() / 8 {
-            difference |= read_volatile(now.cast::<u64>().add(word)) ^ *expected.cast::<u64>().add(word);
-            word += 1;
-        }
-        let ports = read_volatile(now.cast::<u32>().add(2 * word)) ^ *expected.cast::<u32>().add(2 * word);
-        difference | u64::from(ports) == 0
     }
 }
 

@@ -2,14 +2,15 @@
 
 use aya_ebpf::programs::XdpContext;
 use lbd_common::abi::{Address, BACKEND_ELIGIBLE, FLOW_FIN, FLOW_PEER_FIN, FLOW_RESET, FLOW_REVERSE, Flow, Tuple};
-use lbd_common::packet::TcpPacket;
+use lbd_common::packet::{TCP, TcpPacket};
 use lbd_common::reason::Reason;
 use lbd_common::tcp::{self, ACK, FIN, RST, SYN};
 
 use super::age::{kill, reply_key};
 use super::context::{Arrival, Outcome, count, fetch_and, fetch_or, now, refuse, tcp_packet};
-use super::edge::{Key, read, tenant_of, translate, unknown};
+use super::edge::{tenant_of, translate, unknown};
 use super::maps::{BACKENDS, Tables};
+use super::words::{Key, read};
 
 /// Follows the state of a flow, then translates.
 #[inline(always)]
@@ -22,9 +23,10 @@ pub(crate) fn flags<A: Tables>(context: &XdpContext) -> Outcome {
     if !tcp::valid_flags(bits) {
         return Err(refuse(Reason::BadFlags, arrival.segment.tenant));
     }
-    let key = Key(packet.key(arrival.segment.id));
-    let Some(flow) = A::flows().get_ptr_mut(key.0) else { return unknown::<A>(context, &arrival, bits) };
-    let Some((to, next_hop, state)) = read(flow, &key) else { return unknown::<A>(context, &arrival, bits) };
+    let key = Key::new(packet.tuple_mut(), arrival.segment.id, TCP);
+    let Some(flow) = A::flows().get_ptr_mut(&key.0) else { return unknown::<A>(context, &arrival, bits) };
+    let Some(way) = read(flow, &key, TCP) else { return unknown::<A>(context, &arrival, bits) };
+    let (to, next_hop, state) = (&way.to.0, way.next_hop, way.state);
     // SAFETY: a map value, which the verifier checks.
     let (reference, backend) = unsafe { ((*flow).sequence, (*flow).backend()) };
     let forward = state & FLOW_REVERSE == 0;
@@ -40,17 +42,17 @@ pub(crate) fn flags<A: Tables>(context: &XdpContext) -> Outcome {
     } else if bits & RST != 0 {
         if tcp::near(packet.sequence(), reference) {
             mark(flow, FLOW_RESET);
-            mark_other(&to, next_hop, state, FLOW_RESET);
+            mark_other(to, next_hop, state, FLOW_RESET);
         } else {
             count(Reason::BlindReset, tenant_of(flow, arrival.segment));
         }
     } else if bits & FIN != 0 {
         if tcp::near(packet.sequence_end(), reference) {
             mark(flow, FLOW_FIN);
-            mark_other(&to, next_hop, state, FLOW_PEER_FIN);
+            mark_other(to, next_hop, state, FLOW_PEER_FIN);
         }
     } else if forward {
-        follow_client(&arrival, packet, &to, next_hop, state, reference);
+        follow_client(&arrival, packet, to, next_hop, state, reference);
     }
     match translate(context, &arrival, packet, flow, &key, false) {
         Some(outcome) => outcome,
@@ -109,7 +111,7 @@ pub(crate) fn other<A: Tables>(to: &Tuple<A>, next_hop: u16, state: u16) -> Opti
     let key = unsafe { reply_key(to, next_hop, state)? };
     let flow = A::flows().get_ptr_mut(key)?;
     // SAFETY: `reply_key` gives [`Making::reply`].
-    read(flow, unsafe { Key::in_making(key) }).map(|_| flow)
+    read(flow, unsafe { Key::in_making(key) }, key.protocol).map(|_| flow)
 }
 
 #[inline(always)]

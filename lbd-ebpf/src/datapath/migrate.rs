@@ -10,10 +10,10 @@ use lbd_common::tcp;
 
 use super::age::{charge, enqueue};
 use super::context::{at, fetch_add, now};
-use super::edge::{Key, read};
 use super::flags::mark;
 use super::half_open::{INSERTED, put, take_over};
 use super::maps::{FRONTEND_EVENTS, FRONTEND_OWNERS, REASONS, TRAFFIC, Tables};
+use super::words::{Key, read};
 
 /// Inserts a half that the programs of before have made.
 #[inline(always)]
@@ -48,7 +48,7 @@ pub(crate) fn grow<A: Tables>(context: &XdpContext) -> u32 {
     request.request.result = 0;
     let old = &request.flow;
     if let Some(flow) = A::flows().get_ptr_mut(request.request.key)
-        && read(flow, &Key(request.request.key)).is_some()
+        && read(flow, &Key(request.request.key), request.request.key.protocol).is_some()
     {
         request.request.result = 1;
         // SAFETY: a map value, which the verifier checks. As on the hot path, a lost race costs a count.

@@ -22,6 +22,7 @@ mod new;
 mod reject;
 mod tagged;
 mod trace;
+mod words;
 
 use aya_ebpf::{
     Global,

@@ -1,0 +1,159 @@
+//! Tuples, moved and compared by whole words: in packets, keys and flows their bytes lie in the same order.
+//!
+//! IPv6 has nine times four bytes of them in each, and BPF ten registers: what the compiler makes of single fields costs a seventh more a
+//! packet.
+
+use core::arch::asm;
+use core::mem::{MaybeUninit, offset_of};
+use core::ptr::{read_volatile, write_volatile};
+
+use lbd_common::abi::{Address, Address4, Address6, FLOW_DEAD, FLOW_UDP, Flow, FlowKey, Making, Tuple};
+use lbd_common::checksum::{Change, WordSums};
+use lbd_common::packet::UDP;
+
+use super::maps::Tables;
+
+/// A tuple at a whole word. Both families' end with half a word, their ports.
+#[repr(C, align(8))]
+pub(crate) struct Words<A: Address>(pub(crate) Tuple<A>);
+
+/// A key at a whole word, which is whole words.
+#[repr(C, align(8))]
+pub(crate) struct Key<A: Address>(pub(crate) FlowKey<A>);
+
+/// What a half says of a packet's way, copied out.
+pub(crate) struct Way<A: Address> {
+    /// Addresses and ports after rewriting.
+    pub(crate) to: Words<A>,
+    /// What that adds to checksums.
+    pub(crate) change: Change,
+    /// [`Flow::next_hop`].
+    pub(crate) next_hop: u16,
+    /// [`Flow::state`].
+    pub(crate) state: u16,
+}
+
+/// Whole words of a tuple: its addresses.
+const fn addresses<A: Address>() -> usize {
+    size_of::<Tuple<A>>() / 8
+}
+
+/// Words are put together and shifted as they lie in memory.
+const _: () = assert!(cfg!(target_endian = "little"));
+const _: () = assert!(size_of::<Tuple<Address4>>() == 8 + 4 && size_of::<Tuple<Address6>>() == 4 * 8 + 4);
+const _: () = assert!(size_of::<Tuple<Address6>>() as u64 / 8 == WordSums::WORDS);
+const _: () = assert!(size_of::<FlowKey<Address4>>() == 2 * 8 && size_of::<FlowKey<Address6>>() == 5 * 8);
+const _: () = assert!(offset_of!(FlowKey<Address4>, segment) == 12 && offset_of!(FlowKey<Address6>, segment) == 36);
+const _: () = assert!(offset_of!(Flow<Address4>, tuple) == 0 && offset_of!(Flow<Address6>, tuple) == 0);
+const _: () = assert!(offset_of!(Flow<Address4>, segment) == 12 && offset_of!(Flow<Address6>, segment) == 36);
+const _: () = assert!(offset_of!(Flow<Address4>, next_hop) == 14 && offset_of!(Flow<Address6>, next_hop) == 38);
+const _: () = assert!(offset_of!(Flow<Address4>, to) % 8 == 0 && offset_of!(Flow<Address6>, to) % 8 == 0);
+const _: () = assert!(offset_of!(Making<Address4>, reply) % 8 == 0 && offset_of!(Making<Address6>, reply) % 8 == 0);
+
+impl<A: Address> Key<A> {
+    /// The key of a packet's flow, from where its tuple lies ([`TcpPacket::tuple_mut`](lbd_common::packet::TcpPacket::tuple_mut)).
+    #[inline(always)]
+    pub(crate) fn new(tuple: &Tuple<A>, segment: u16, protocol: u8) -> Self {
+        let tuple = &raw const *tuple;
+        let mut key = MaybeUninit::<Self>::uninit();
+        let mut word = 0;
+        // SAFETY: whole words of the tuple, then its ports and what a key has behind them: all bytes of a key. Packets are read
+        // unaligned: see `lbd_common::packet`.
+        unsafe {
+            let words = key.as_mut_ptr().cast::<u64>();
+            while word < addresses::<A>() {
+                words.add(word).write(read_volatile(tuple.cast::<u64>().add(word)));
+                word += 1;
+            }
+            let ports = read_volatile(tuple.cast::<u32>().add(2 * word));
+            words.add(word).write(u64::from(ports) | u64::from(segment) << 32 | u64::from(protocol) << 48);
+            key.assume_init()
+        }
+    }
+
+    /// The key in [`Making::reply`].
+    ///
+    /// # Safety
+    ///
+    /// It lies there.
+    #[inline(always)]
+    pub(crate) unsafe fn in_making(key: &FlowKey<A>) -> &Self {
+        // SAFETY: the caller's; it lies at a whole word, as asserted above.
+        unsafe { &*(&raw const *key).cast() }
+    }
+}
+
+/// The same sums, which the compiler must have here: with IPv6's words it would wait, and read all of them once more.
+#[inline(always)]
+fn settled<A: Address>(sums: WordSums) -> WordSums {
+    if !A::IS_V6 {
+        return sums;
+    }
+    sums.map(|mut sum| {
+        // SAFETY: moves a register to itself. (No instruction at all would give the next one two lines, which the kernel refuses.)
+        unsafe { asm!("{sum} = {sum}", sum = inout(reg) sum, options(nomem, nostack)) };
+        sum
+    })
+}
+
+impl<A: Address> Words<A> {
+    /// Writes the tuple to where a packet has its own.
+    #[inline(always)]
+    pub(crate) fn write(&self, to: &mut Tuple<A>) {
+        let (from, to) = (&raw const self.0, &raw mut *to);
+        let mut word = 0;
+        // SAFETY: whole words of both tuples, then their ports; `from` lies at a whole word, and packets are written as they are
+        // read: unaligned.
+        unsafe {
+            while word < addresses::<A>() {
+                write_volatile(to.cast::<u64>().add(word), *from.cast::<u64>().add(word));
+                word += 1;
+            }
+            write_volatile(to.cast::<u32>().add(2 * word), *from.cast::<u32>().add(2 * word));
+        }
+    }
+}
+
+/// What a half says of a packet's way. `None` if the half is dead or another flow's: a hash element can be recycled under its reader, so
+/// the tuple is compared after the copy, in program order.
+#[inline(always)]
+pub(crate) fn read<A: Tables>(flow: *const Flow<A>, key: &Key<A>, protocol: u8) -> Option<Way<A>> {
+    let mut to = MaybeUninit::<Words<A>>::uninit();
+    let mut sums = WordSums::NONE;
+    let mut word = 0;
+    // SAFETY: a map value, which the verifier checks, and all fields are plain integers; the words are those asserted above, and all
+    // of `to` is written.
+    unsafe {
+        let (target, source) = (to.as_mut_ptr().cast::<u64>(), (&raw const (*flow).to).cast::<u64>());
+        while word < addresses::<A>() {
+            let new = read_volatile(source.add(word));
+            target.add(word).write(new);
+            sums = settled::<A>(sums.comes(new));
+            word += 1;
+        }
+        let new_ports = read_volatile(source.add(word).cast::<u32>());
+        target.add(word).cast::<u32>().write(new_ports);
+        let state = read_volatile(&raw const (*flow).state);
+
+        let (now, expected) = (flow.cast::<u64>(), (&raw const *key).cast::<u64>());
+        let (last, expected_last) = (read_volatile(now.add(word)), *expected.add(word));
+        // Ports and segment: behind them a flow has its next hop, a key the protocol.
+        let mut difference = (last ^ expected_last) << 16;
+        word = 0;
+        while word < addresses::<A>() {
+            let old = *expected.add(word);
+            difference |= read_volatile(now.add(word)) ^ old;
+            sums = settled::<A>(sums.goes(old));
+            word += 1;
+        }
+        let own = difference == 0 && (state & FLOW_UDP != 0) == (protocol == UDP);
+        if !own || state & FLOW_DEAD != 0 {
+            return None;
+        }
+        let old_ports = expected.add(word).cast::<u32>().read();
+        let addresses = sums.delta();
+        let change = Change { addresses, tuple: addresses.quad(old_ports, new_ports) };
+        let [.., low, high] = last.to_ne_bytes();
+        Some(Way { to: to.assume_init(), change, next_hop: u16::from_ne_bytes([low, high]), state })
+    }
+}
