@@ -4,6 +4,7 @@
 //! Ethernet header has not: BPF reads unaligned packet data in one load where the kernel's verifier allows it (x86-64 and
 //! arm64 do).
 
+use core::fmt::Debug;
 use core::mem::offset_of;
 use core::sync::atomic::{Ordering, compiler_fence};
 
@@ -180,7 +181,7 @@ pub trait Family: Address {
 }
 
 /// An IP header without options.
-pub trait IpHeader<A: Address>: Copy {
+pub trait IpHeader<A: Address>: Copy + Debug + Eq {
     /// Length of the header.
     const LENGTH: usize;
 

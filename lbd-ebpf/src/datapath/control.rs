@@ -11,7 +11,7 @@ use super::age::kill;
 use super::context::{at, now, opaque};
 use super::maps::Tables;
 use super::migrate;
-use super::words::{Key, read};
+use super::words::{Key, is_alive};
 
 /// Entries of each family that one run ages at the most.
 const AGE_STEPS: u32 = 64;
@@ -62,7 +62,7 @@ fn kill_flow<A: Tables>(context: &XdpContext) -> u32 {
     let request = unsafe { &mut *request };
     request.result = 0;
     if let Some(flow) = A::flows().get_ptr_mut(request.key)
-        && read(flow, &Key(request.key), request.key.protocol).is_some()
+        && is_alive(flow, &Key(request.key), request.key.protocol)
     {
         request.result = u64::from(kill(flow, now()));
     }

@@ -10,7 +10,7 @@ use super::age::{kill, reply_key};
 use super::context::{Arrival, Outcome, count, fetch_and, fetch_or, now, refuse, tcp_packet};
 use super::edge::{tenant_of, translate, unknown};
 use super::maps::{BACKENDS, Tables};
-use super::words::{Key, read};
+use super::words::{Key, is_alive, read};
 
 /// Follows the state of a flow, then translates.
 #[inline(always)]
@@ -111,7 +111,7 @@ pub(crate) fn other<A: Tables>(to: &Tuple<A>, next_hop: u16, state: u16) -> Opti
     let key = unsafe { reply_key(to, next_hop, state)? };
     let flow = A::flows().get_ptr_mut(key)?;
     // SAFETY: `reply_key` gives [`Making::reply`].
-    read(flow, unsafe { Key::in_making(key) }, key.protocol).map(|_| flow)
+    is_alive(flow, unsafe { Key::in_making(key) }, key.protocol).then_some(flow)
 }
 
 #[inline(always)]

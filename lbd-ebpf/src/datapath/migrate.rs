@@ -13,7 +13,7 @@ use super::context::{at, fetch_add, now};
 use super::flags::mark;
 use super::half_open::{INSERTED, put, take_over};
 use super::maps::{FRONTEND_EVENTS, FRONTEND_OWNERS, REASONS, TRAFFIC, Tables};
-use super::words::{Key, read};
+use super::words::{Key, is_alive};
 
 /// Inserts a half that the programs of before have made.
 #[inline(always)]
@@ -48,7 +48,7 @@ pub(crate) fn grow<A: Tables>(context: &XdpContext) -> u32 {
     request.request.result = 0;
     let old = &request.flow;
     if let Some(flow) = A::flows().get_ptr_mut(request.request.key)
-        && read(flow, &Key(request.request.key), request.request.key.protocol).is_some()
+        && is_alive(flow, &Key(request.request.key), request.request.key.protocol)
     {
         request.request.result = 1;
         // SAFETY: a map value, which the verifier checks. As on the hot path, a lost race costs a count.

@@ -121,7 +121,7 @@ pub(crate) fn read<A: Tables>(flow: *const Flow<A>, key: &Key<A>, protocol: u8) 
     let mut to = MaybeUninit::<Words<A>>::uninit();
     let mut sums = WordSums::NONE;
     let mut word = 0;
-    // SAFETY: a map value, which the verifier checks, and all fields are plain integers; the words are those asserted above, and all
+    // SAFETY: a map value, which the verifier checks, and all fields are plain integers; its words are those asserted above, and all
     // of `to` is written.
     unsafe {
         let (target, source) = (to.as_mut_ptr().cast::<u64>(), (&raw const (*flow).to).cast::<u64>());
@@ -133,27 +133,44 @@ pub(crate) fn read<A: Tables>(flow: *const Flow<A>, key: &Key<A>, protocol: u8) 
         }
         let new_ports = read_volatile(source.add(word).cast::<u32>());
         target.add(word).cast::<u32>().write(new_ports);
-        let state = read_volatile(&raw const (*flow).state);
+        let (next_hop, state) = compare(flow, key, protocol, |old| sums = settled::<A>(sums.goes(old)))?;
+        let old_ports = (&raw const *key).cast::<u32>().add(2 * word).read();
+        let addresses = sums.delta();
+        let change = Change { addresses, tuple: addresses.quad(old_ports, new_ports) };
+        Some(Way { to: to.assume_init(), change, next_hop, state })
+    }
+}
 
+/// Whether a half is alive and the key's.
+#[inline(always)]
+pub(crate) fn is_alive<A: Tables>(flow: *const Flow<A>, key: &Key<A>, protocol: u8) -> bool {
+    compare(flow, key, protocol, |_| ()).is_some()
+}
+
+/// Next hop and state of a half that is alive and the key's. `address` is called with each word of the key's addresses.
+#[inline(always)]
+fn compare<A: Tables>(
+    flow: *const Flow<A>,
+    key: &Key<A>,
+    protocol: u8,
+    mut address: impl FnMut(u64),
+) -> Option<(u16, u16)> {
+    // SAFETY: a map value, which the verifier checks, and all fields are plain integers; its words and the key's are those asserted
+    // above.
+    unsafe {
+        let state = read_volatile(&raw const (*flow).state);
         let (now, expected) = (flow.cast::<u64>(), (&raw const *key).cast::<u64>());
-        let (last, expected_last) = (read_volatile(now.add(word)), *expected.add(word));
+        let last = read_volatile(now.add(addresses::<A>()));
         // Ports and segment: behind them a flow has its next hop, a key the protocol.
-        let mut difference = (last ^ expected_last) << 16;
-        word = 0;
+        let mut difference = (last ^ *expected.add(addresses::<A>())) << 16;
+        let mut word = 0;
         while word < addresses::<A>() {
             let old = *expected.add(word);
             difference |= read_volatile(now.add(word)) ^ old;
-            sums = settled::<A>(sums.goes(old));
+            address(old);
             word += 1;
         }
         let own = difference == 0 && (state & FLOW_UDP != 0) == (protocol == UDP);
-        if !own || state & FLOW_DEAD != 0 {
-            return None;
-        }
-        let old_ports = expected.add(word).cast::<u32>().read();
-        let addresses = sums.delta();
-        let change = Change { addresses, tuple: addresses.quad(old_ports, new_ports) };
-        let [.., low, high] = last.to_ne_bytes();
-        Some(Way { to: to.assume_init(), change, next_hop: u16::from_ne_bytes([low, high]), state })
+        (own && state & FLOW_DEAD == 0).then_some(((last >> 48) as u16, state))
     }
 }
