@@ -86,25 +86,18 @@ impl WordSums {
     /// Most words that may come, and go.
     pub const WORDS: u64 = 4;
 
-    /// A word at an even offset comes.
+    /// A word at an even offset comes; `add` adds and wraps.
     #[must_use]
     #[inline(always)]
-    pub const fn comes(self, word: u64) -> Self {
-        Self { whole: self.whole.wrapping_add(word), upper: self.upper.wrapping_add(word >> 32) }
+    pub fn comes(self, word: u64, add: impl Fn(u64, u64) -> u64) -> Self {
+        Self { whole: add(self.whole, word), upper: add(self.upper, word >> 32) }
     }
 
-    /// A word at an even offset goes.
+    /// A word at an even offset goes; `subtract` subtracts and wraps.
     #[must_use]
     #[inline(always)]
-    pub const fn goes(self, word: u64) -> Self {
-        Self { whole: self.whole.wrapping_sub(word), upper: self.upper.wrapping_sub(word >> 32) }
-    }
-
-    /// Both sums, through `function`.
-    #[must_use]
-    #[inline(always)]
-    pub fn map(self, function: impl Fn(u64) -> u64) -> Self {
-        Self { whole: function(self.whole), upper: function(self.upper) }
+    pub fn goes(self, word: u64, subtract: impl Fn(u64, u64) -> u64) -> Self {
+        Self { whole: subtract(self.whole, word), upper: subtract(self.upper, word >> 32) }
     }
 
     /// What the change adds to a checksum's sum.
@@ -194,10 +187,10 @@ mod tests {
         fn sums_of_words_are_those_of_their_halves(words in proptest::collection::vec((word(), word()), 1..=WordSums::WORDS as usize), checksum: u16) {
             let (mut sums, mut halves) = (WordSums::NONE, Delta::NONE);
             for &(_, new) in &words {
-                sums = sums.comes(new);
+                sums = sums.comes(new, u64::wrapping_add);
             }
             for &(old, new) in &words {
-                sums = sums.goes(old);
+                sums = sums.goes(old, u64::wrapping_sub);
                 halves = halves.quad(old as u32, new as u32).quad((old >> 32) as u32, (new >> 32) as u32);
             }
             prop_assert_eq!(sums.delta().apply(checksum), halves.apply(checksum));

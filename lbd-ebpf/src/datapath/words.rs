@@ -83,17 +83,28 @@ impl<A: Address> Key<A> {
     }
 }
 
-/// The same sums, which the compiler must have here: with IPv6's words it would wait, and read all of them once more.
+/// Adds here and now: with IPv6's words the compiler would wait, and read all of them once more.
 #[inline(always)]
-fn settled<A: Address>(sums: WordSums) -> WordSums {
+fn add<A: Address>(sum: u64, word: u64) -> u64 {
     if !A::IS_V6 {
-        return sums;
+        return sum.wrapping_add(word);
     }
-    sums.map(|mut sum| {
-        // SAFETY: moves a register to itself. (No instruction at all would give the next one two lines, which the kernel refuses.)
-        unsafe { asm!("{sum} = {sum}", sum = inout(reg) sum, options(nomem, nostack)) };
-        sum
-    })
+    let mut sum = sum;
+    // SAFETY: an addition.
+    unsafe { asm!("{sum} += {word}", sum = inout(reg) sum, word = in(reg) word, options(nomem, nostack)) };
+    sum
+}
+
+/// Subtracts as [`add`] adds.
+#[inline(always)]
+fn subtract<A: Address>(sum: u64, word: u64) -> u64 {
+    if !A::IS_V6 {
+        return sum.wrapping_sub(word);
+    }
+    let mut sum = sum;
+    // SAFETY: a subtraction.
+    unsafe { asm!("{sum} -= {word}", sum = inout(reg) sum, word = in(reg) word, options(nomem, nostack)) };
+    sum
 }
 
 impl<A: Address> Words<A> {
@@ -128,12 +139,12 @@ pub(crate) fn read<A: Tables>(flow: *const Flow<A>, key: &Key<A>, protocol: u8) 
         while word < addresses::<A>() {
             let new = read_volatile(source.add(word));
             target.add(word).write(new);
-            sums = settled::<A>(sums.comes(new));
+            sums = sums.comes(new, add::<A>);
             word += 1;
         }
         let new_ports = read_volatile(source.add(word).cast::<u32>());
         target.add(word).cast::<u32>().write(new_ports);
-        let (next_hop, state) = compare(flow, key, protocol, |old| sums = settled::<A>(sums.goes(old)))?;
+        let (next_hop, state) = compare(flow, key, protocol, |old| sums = sums.goes(old, subtract::<A>))?;
         let old_ports = (&raw const *key).cast::<u32>().add(2 * word).read();
         let addresses = sums.delta();
         let change = Change { addresses, tuple: addresses.quad(old_ports, new_ports) };
