@@ -507,7 +507,7 @@ impl<A: Family> TcpPacket<A> {
     /// Addresses and ports, where they lie.
     #[inline(always)]
     pub const fn tuple_mut(&mut self) -> &mut Tuple<A> {
-        // SAFETY: addresses end an IP header, ports begin what is behind it, and that is a tuple: asserted below.
+        // SAFETY: addresses end an IP header, ports begin what is behind it, and that is a tuple: asserted above.
         unsafe { &mut *(&raw mut *self).byte_add(A::Header::LENGTH - 2 * size_of::<A>()).cast() }
     }
 
@@ -608,7 +608,7 @@ impl<A: Family> UdpPacket<A> {
     /// Addresses and ports, where they lie.
     #[inline(always)]
     pub const fn tuple_mut(&mut self) -> &mut Tuple<A> {
-        // SAFETY: addresses end an IP header, ports begin what is behind it, and that is a tuple: asserted below.
+        // SAFETY: addresses end an IP header, ports begin what is behind it, and that is a tuple: asserted above.
         unsafe { &mut *(&raw mut *self).byte_add(A::Header::LENGTH - 2 * size_of::<A>()).cast() }
     }
 
