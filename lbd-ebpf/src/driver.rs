@@ -22,8 +22,8 @@ mod driver {
         maps::{Array, HashMap, ProgramArray},
         programs::XdpContext,
     };
-    use lbd_common::abi::{FLOW_ENTRIES, Flow4, FlowKey4};
-    use lbd_common::packet::{ETHERNET, IPV4, IPV6, IPV6_TCP, Ipv4Tcp, VLAN_TAG};
+    use lbd_common::abi::{FLOW_ENTRIES, Flow, Flow4, Flow6, FlowKey, FlowKey4, FlowKey6};
+    use lbd_common::packet::{ETHERNET, Family, IPV4, IPV6, IPV6_TCP, Ipv4Tcp, TcpPacket, VLAN_TAG};
     use lbd_common::tcp::{ACK, FIN, RST, SYN};
 
     /// Length of an IPv4 packet.
@@ -63,6 +63,10 @@ mod driver {
     /// The datapath's flows, for the bare look-up.
     #[map(name = "flows4")]
     static FLOWS4: HashMap<FlowKey4, Flow4> = HashMap::with_max_entries(FLOW_ENTRIES, 0);
+
+    /// The same of IPv6.
+    #[map(name = "flows6")]
+    static FLOWS6: HashMap<FlowKey6, Flow6> = HashMap::with_max_entries(FLOW_ENTRIES, 0);
 
     /// TCP or UDP over IPv4.
     #[xdp]
@@ -476,13 +480,24 @@ mod driver {
     /// One look-up in the flows, and nothing else.
     #[xdp]
     pub(crate) fn bare_lookup(context: XdpContext) -> u32 {
+        look_up(&context, &FLOWS4)
+    }
+
+    /// The same with IPv6.
+    #[xdp]
+    pub(crate) fn bare_lookup6(context: XdpContext) -> u32 {
+        look_up(&context, &FLOWS6)
+    }
+
+    #[inline(always)]
+    fn look_up<A: Family>(context: &XdpContext, flows: &HashMap<FlowKey<A>, Flow<A>>) -> u32 {
         let start = context.data() + ETHERNET;
-        if start + size_of::<Ipv4Tcp>() > context.data_end() {
+        if start + size_of::<TcpPacket<A>>() > context.data_end() {
             return xdp_action::XDP_ABORTED;
         }
         // SAFETY: bounds-checked.
-        let key = unsafe { (*(start as *const Ipv4Tcp)).key(1) };
-        match FLOWS4.get_ptr(key) {
+        let key = unsafe { (*(start as *const TcpPacket<A>)).key(1) };
+        match flows.get_ptr(key) {
             // SAFETY: a map value, which the verifier checks.
             Some(flow) if unsafe { (*flow).segment } == 1 => xdp_action::XDP_PASS,
             Some(_) | None => xdp_action::XDP_DROP,

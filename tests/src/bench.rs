@@ -42,8 +42,10 @@ const BACKEND_SEQUENCE: u32 = 7_000_000;
 pub struct Report {
     /// The driver with a program that only returns, nanoseconds.
     pub unit_ns: f64,
-    /// One look-up in the flow map with a million flows, nanoseconds, net.
+    /// One look-up in the flow map with a million flows, nanoseconds, net: IPv4.
     pub bare_lookup_1m_ns: f64,
+    /// The same: IPv6.
+    pub bare_lookup6_1m_ns: f64,
     /// The cases.
     pub cases: Vec<Case>,
 }
@@ -59,28 +61,33 @@ pub struct Case {
     pub ns: f64,
     /// The same in units.
     pub units: f64,
+    /// The same in bare look-ups in a map of that size and family, for a million flows.
+    pub bare_lookups: Option<f64>,
     /// The case that this one is compared with, and the ratio to it.
     pub compared: Option<(String, f64)>,
 }
 
 impl Report {
     fn add(&mut self, name: &str, flows: u32, ns: f64, compared: Option<&str>) {
+        let bare = if name.starts_with(TCP6.name) { self.bare_lookup6_1m_ns } else { self.bare_lookup_1m_ns };
+        let bare_lookups = (flows >= 1_000_000).then_some(ns / bare);
         let compared = compared.and_then(|other| {
             let base = self.cases.iter().find(|case| case.name == other)?;
             Some((other.to_owned(), ns / base.ns))
         });
-        self.cases.push(Case { name: name.to_owned(), flows, ns, units: ns / self.unit_ns, compared });
+        self.cases.push(Case { name: name.to_owned(), flows, ns, units: ns / self.unit_ns, bare_lookups, compared });
     }
 }
 
 impl fmt::Display for Report {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(formatter, "unit {:.1} ns, bare look-up at 1m {:.1} ns", self.unit_ns, self.bare_lookup_1m_ns)?;
+        write!(formatter, "unit {:.1} ns, bare look-up at 1m {:.1} ns", self.unit_ns, self.bare_lookup_1m_ns)?;
+        writeln!(formatter, ", IPv6 {:.1} ns", self.bare_lookup6_1m_ns)?;
         for case in &self.cases {
-            let Case { name, flows, ns, units, compared } = case;
+            let Case { name, flows, ns, units, bare_lookups, compared } = case;
             write!(formatter, "{name:<22} {flows:>8} flows {ns:>8.1} ns {units:>6.2} units")?;
-            if *flows >= 1_000_000 {
-                write!(formatter, " {:>5.2} bare look-ups", ns / self.bare_lookup_1m_ns)?;
+            if let Some(ratio) = bare_lookups {
+                write!(formatter, " {ratio:>5.2} bare look-ups")?;
             }
             if let Some((other, ratio)) = compared {
                 write!(formatter, " {ratio:>5.2} × {other}")?;
@@ -127,7 +134,7 @@ const VLAN4: Kind = Kind { name: "tcp4_vlan", target_port: bench::NODE_PORT + 1,
 pub fn datapath(wanted: &str) -> Result<Report> {
     let both = two_cpus();
     on_cpu(nix::sched::sched_getcpu()?)?;
-    let mut report = Report { unit_ns: 0.0, bare_lookup_1m_ns: 0.0, cases: Vec::new() };
+    let mut report = Report { unit_ns: 0.0, bare_lookup_1m_ns: 0.0, bare_lookup6_1m_ns: 0.0, cases: Vec::new() };
     let any = |names: &[&str]| names.iter().any(|name| name.contains(wanted));
     let sizes: Vec<_> = [("1", 1, &[][..]), ("10k", 10_000, &OTHERS_10K[..]), ("1m", 1_000_000, &[])]
         .into_iter()
@@ -143,18 +150,21 @@ pub fn datapath(wanted: &str) -> Result<Report> {
         for reverse in [false, true] {
             let name = format!("tcp4_{}_{label}", direction(reverse));
             let mut driver = bed.driver::<Ipv4Addr>(&TCP4, flows, reverse)?;
+            if flows == 1_000_000 && !reverse {
+                report.bare_lookup_1m_ns = driver.bare_lookup(&bed)?;
+            }
             let ns = driver.net(&mut bed)?;
             report.add(&name, flows, ns, None);
-            if flows == 1_000_000 && !reverse {
-                let base = driver.best(&bed, Target::Nothing)?;
-                report.bare_lookup_1m_ns = driver.best(&bed, Target::BareLookup)? - base;
-            }
         }
         // Between the sizes of IPv4, so that neither family has the quieter minute.
         establish::<Ipv6Addr>(&mut bed.datapath, &TCP6, flows)?;
         for reverse in [false, true] {
             let name = format!("tcp6_{}_{label}", direction(reverse));
-            let ns = bed.driver::<Ipv6Addr>(&TCP6, flows, reverse)?.net(&mut bed)?;
+            let mut driver = bed.driver::<Ipv6Addr>(&TCP6, flows, reverse)?;
+            if flows == 1_000_000 && !reverse {
+                report.bare_lookup6_1m_ns = driver.bare_lookup(&bed)?;
+            }
+            let ns = driver.net(&mut bed)?;
             report.add(&name, flows, ns, Some(&format!("tcp4_{}_{label}", direction(reverse))));
         }
         for (kind, name) in others {
@@ -299,7 +309,16 @@ impl Bed {
         let mut driver = Driver::load(&self.datapath, program, &[("FLOWS", flows), ("REVERSE", u32::from(reverse))])?;
         driver.set_template(0, &right)?;
         let expected = translated::<I>(kind, reverse, 0);
-        Ok(FlowDriver { driver, flows, reverse, name: kind.name, tagged: kind.vlan.is_some(), right, expected })
+        Ok(FlowDriver {
+            driver,
+            flows,
+            reverse,
+            v6: I::IS_V6,
+            name: kind.name,
+            tagged: kind.vlan.is_some(),
+            right,
+            expected,
+        })
     }
 
     fn forget_flows(&mut self) -> Result<()> {
@@ -523,6 +542,7 @@ struct FlowDriver {
     driver: Driver,
     flows: u32,
     reverse: bool,
+    v6: bool,
     name: &'static str,
     tagged: bool,
     /// A packet of the first flow with right checksums, and what it must become.
@@ -544,6 +564,12 @@ impl FlowDriver {
         Ok(ns)
     }
 
+    /// Nanoseconds of a look-up in the flows and nothing else, net.
+    fn bare_lookup(&mut self, bed: &Bed) -> Result<f64> {
+        let base = self.best(bed, Target::Nothing)?;
+        Ok(self.best(bed, Target::BareLookup)? - base)
+    }
+
     /// Nanoseconds a packet in the least disturbed run.
     fn best(&mut self, bed: &Bed, target: Target) -> Result<f64> {
         self.driver.start()?;
@@ -563,7 +589,7 @@ impl FlowDriver {
         match target {
             Target::Nothing => self.driver.aim_at_own("nothing")?,
             Target::Pop => self.driver.aim_at_own("pop")?,
-            Target::BareLookup => self.driver.aim_at_own("bare_lookup")?,
+            Target::BareLookup => self.driver.aim_at_own(if self.v6 { "bare_lookup6" } else { "bare_lookup" })?,
             Target::Edge => self.driver.aim(0, &bed.datapath.edge(self.nic())?)?,
         }
         self.driver.run(repeat)

@@ -32,6 +32,7 @@ pub struct Datapath {
     nics: Vec<Ebpf>,
     pins: BpfFileSystem,
     max_flows: u32,
+    max_flows_v6: u32,
 }
 
 /// What came out of a run.
@@ -98,7 +99,7 @@ impl Datapath {
             std::mem::forget(stages);
             nics.push(ebpf);
         }
-        Ok(Self { nics, pins, max_flows })
+        Ok(Self { nics, pins, max_flows, max_flows_v6 })
     }
 
     /// Runs a frame through the program at a NIC.
@@ -116,6 +117,11 @@ impl Datapath {
     /// For how many IPv4 flows there is room.
     pub const fn max_flows(&self) -> u32 {
         self.max_flows
+    }
+
+    /// For how many IPv6 flows there is room.
+    pub const fn max_flows_v6(&self) -> u32 {
+        self.max_flows_v6
     }
 
     /// Where a shared map is pinned.

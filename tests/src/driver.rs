@@ -41,11 +41,12 @@ impl Driver {
             loader.override_global(name, value, true);
         }
         loader.map_max_entries(names::FLOWS4, abi::flow_entries(datapath.max_flows()));
-        for shared in [names::FLOWS4, "owners", "claims", "gate"] {
+        loader.map_max_entries(names::FLOWS6, abi::flow_entries(datapath.max_flows_v6()));
+        for shared in [names::FLOWS4, names::FLOWS6, "owners", "claims", "gate"] {
             loader.map_pin_path(shared, datapath.pinned(shared));
         }
         let mut ebpf = loader.load(&object).context("load the driver")?;
-        for name in [program, "nothing", "bare_lookup", "pop"] {
+        for name in [program, "nothing", "bare_lookup", "bare_lookup6", "pop"] {
             let program: &mut Xdp = ebpf.program_mut(name).with_context(|| format!("program {name}"))?.try_into()?;
             program.load().with_context(|| format!("verify {name}"))?;
         }
@@ -75,7 +76,7 @@ impl Driver {
         Ok(self.target.set(place, program, 0)?)
     }
 
-    /// The program under test is one of the driver's own: `nothing`, `bare_lookup` or `pop`.
+    /// The program under test is one of the driver's own: `nothing`, `bare_lookup`, `bare_lookup6` or `pop`.
     pub fn aim_at_own(&mut self, name: &str) -> Result<()> {
         let program: &Xdp = self.ebpf.program(name).with_context(|| format!("program {name}"))?.try_into()?;
         Ok(self.target.set(0, program.fd()?, 0)?)
