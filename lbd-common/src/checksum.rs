@@ -69,7 +69,7 @@ impl Delta {
     }
 }
 
-/// Sums of 64-bit words that come and of others that go, as many: what costs least where nothing adds with carry.
+/// Sums of 64-bit words that come and of others that go, at most [`Self::WORDS`] of each: what costs least where nothing adds with carry.
 ///
 /// One sum wraps and knows the lower 64 bits of the whole; the other is that of the words' upper halves. Their difference is the sum of
 /// the lower halves.
@@ -193,7 +193,8 @@ mod tests {
                 sums = sums.goes(old, u64::wrapping_sub);
                 halves = halves.quad(old as u32, new as u32).quad((old >> 32) as u32, (new >> 32) as u32);
             }
-            prop_assert_eq!(sums.delta().apply(checksum), halves.apply(checksum));
+            // With a word that is not zero, as every header has one: all zeros have two checksums.
+            prop_assert_eq!(sums.delta().word(1, 2).apply(checksum), halves.word(1, 2).apply(checksum));
             prop_assert_eq!(sums.delta().word(1, 2).apply_udp(checksum), halves.word(1, 2).apply_udp(checksum));
         }
 

@@ -165,6 +165,8 @@ pub type Ipv6Udp = UdpPacket<Address6>;
 const _: () = assert!(size_of::<Ipv4>() == IPV4 && size_of::<Ipv4Tcp>() == IPV4_TCP && size_of::<Ipv4Udp>() == 28);
 const _: () = assert!(size_of::<Ipv6>() == IPV6 && size_of::<Ipv6Tcp>() == IPV6_TCP && size_of::<Ipv6Udp>() == 48);
 
+const _: () = assert!(offset_of!(Ipv4, source_be) == IPV4 - 8 && offset_of!(Ipv6, source_be) == IPV6 - 32);
+const _: () = assert!(offset_of!(Tcp, source_port_be) == 0 && offset_of!(Udp, source_port_be) == 0);
 const _: () = assert!(offset_of!(Ipv4, destination_be) == IPV4 - 4 && offset_of!(Tuple4, source_port_be) == 8);
 const _: () = assert!(offset_of!(Ipv6, destination_be) == IPV6 - 16 && offset_of!(Tuple6, source_port_be) == 32);
 const _: () = assert!(offset_of!(Tcp, destination_port_be) == 2 && offset_of!(Udp, destination_port_be) == 2);

@@ -16,7 +16,7 @@ use lbd_common::tcp::{ACK, SYN};
 use serde::Serialize;
 
 use crate::datapath::bench::{self, Ip};
-use crate::datapath::{DROP, Datapath, HUB_NIC, Outcome, REDIRECT, TENANT_NIC};
+use crate::datapath::{DROP, Datapath, HUB_NIC, Outcome, PASS, REDIRECT, TENANT_NIC};
 use crate::driver::{Driver, Run, on_cpu, padded, two_cpus};
 use crate::packets::{Datagram, Segment, client, query, tagged};
 
@@ -567,7 +567,10 @@ impl FlowDriver {
     /// Nanoseconds of a look-up in the flows and nothing else, net.
     fn bare_lookup(&mut self, bed: &Bed) -> Result<f64> {
         let base = self.best(bed, Target::Nothing)?;
-        Ok(self.best(bed, Target::BareLookup)? - base)
+        let ns = self.best(bed, Target::BareLookup)? - base;
+        let action = self.run(bed, Target::BareLookup, 1)?.last.action;
+        ensure!(action == PASS, "a bare look-up finds no flow of {}: action {action}", self.name);
+        Ok(ns)
     }
 
     /// Nanoseconds a packet in the least disturbed run.

@@ -132,8 +132,8 @@ pub(crate) trait Transport<A: Tables> {
     fn length(&self) -> u32;
     /// TTL or hop limit.
     fn hops(&self) -> u8;
-    /// See [`TcpPacket::rewrite`].
-    fn rewrite(&mut self, way: &Way<A>);
+    /// Addresses and ports become the way's, the TTL one less; all checksums follow.
+    fn follow(&mut self, way: &Way<A>);
     /// Follows the packet in its half. True if somebody must look closer before the packet goes.
     fn track(&self, flow: &mut Flow<A>, state: u16) -> bool;
     /// The stage that looks closer.
@@ -154,7 +154,7 @@ impl<A: Tables> Transport<A> for TcpPacket<A> {
     }
 
     #[inline(always)]
-    fn rewrite(&mut self, way: &Way<A>) {
+    fn follow(&mut self, way: &Way<A>) {
         way.to.write(self.tuple_mut());
         self.forward(way.change);
     }
@@ -205,7 +205,7 @@ impl<A: Tables> Transport<A> for UdpPacket<A> {
     }
 
     #[inline(always)]
-    fn rewrite(&mut self, way: &Way<A>) {
+    fn follow(&mut self, way: &Way<A>) {
         way.to.write(self.tuple_mut());
         self.forward(way.change);
     }
@@ -265,7 +265,7 @@ pub(crate) fn translate<A: Tables, P: Transport<A>>(
             flow.packets_high = flow.packets_high.wrapping_add(1);
         }
         count_traffic(flow.frontend, state & FLOW_REVERSE != 0, length);
-        packet.rewrite(&way);
+        packet.follow(&way);
         Some(Ok(send(context, arrival.ethernet, hop, destination)))
     }
 }

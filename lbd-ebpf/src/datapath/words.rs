@@ -1,7 +1,7 @@
 //! Tuples, moved and compared by whole words: in packets, keys and flows their bytes lie in the same order.
 //!
 //! IPv6 has nine times four bytes of them in each, and BPF ten registers: what the compiler makes of single fields costs a seventh more a
-//! packet.
+//! packet of a single flow.
 
 use core::arch::asm;
 use core::mem::{MaybeUninit, offset_of};
@@ -169,9 +169,10 @@ fn compare<A: Tables>(
     // SAFETY: a map value, which the verifier checks, and all fields are plain integers; its words and the key's are those asserted
     // above.
     unsafe {
-        let state = read_volatile(&raw const (*flow).state);
         let (now, expected) = (flow.cast::<u64>(), (&raw const *key).cast::<u64>());
+        // The next hop before the state: if that is alive, what was read before it was the same flow's.
         let last = read_volatile(now.add(addresses::<A>()));
+        let state = read_volatile(&raw const (*flow).state);
         // Ports and segment: behind them a flow has its next hop, a key the protocol.
         let mut difference = (last ^ *expected.add(addresses::<A>())) << 16;
         let mut word = 0;
