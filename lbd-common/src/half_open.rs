@@ -156,7 +156,7 @@ pub const fn hint_line(client: u64, lines: u32) -> u32 {
     (client >> 20) as u32 & lines.wrapping_sub(1)
 }
 
-/// Epoch of [`FamilyUse::buckets`] in which a record that expires at this tick is counted: the first that lies wholly after it.
+/// Epoch of [`FamilyUse::buckets`](crate::abi::FamilyUse::buckets) in which a record that expires at this tick is counted: the first that lies wholly after it.
 #[inline(always)]
 pub const fn expiry_epoch(expires: u32, ticks_per_epoch: u32) -> u64 {
     epoch(expires, ticks_per_epoch) + 1

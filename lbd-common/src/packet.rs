@@ -421,6 +421,17 @@ fn read_again<A: Address>() {
     }
 }
 
+/// The tuple of a packet, where it lies.
+///
+/// # Safety
+///
+/// The packet begins with the family's IP header without options, behind which ports follow.
+#[inline(always)]
+const unsafe fn tuple_in<A: Family, P>(packet: &mut P) -> &mut Tuple<A> {
+    // SAFETY: the caller's; addresses end an IP header, ports begin what is behind it, and that is a tuple: asserted above.
+    unsafe { &mut *(&raw mut *packet).byte_add(A::Header::LENGTH - 2 * size_of::<A>()).cast() }
+}
+
 impl<A: Family> TcpPacket<A> {
     /// Length of both headers without options.
     pub const LENGTH: usize = A::Header::LENGTH + 20;
@@ -509,8 +520,8 @@ impl<A: Family> TcpPacket<A> {
     /// Addresses and ports, where they lie.
     #[inline(always)]
     pub const fn tuple_mut(&mut self) -> &mut Tuple<A> {
-        // SAFETY: addresses end an IP header, ports begin what is behind it, and that is a tuple: asserted above.
-        unsafe { &mut *(&raw mut *self).byte_add(A::Header::LENGTH - 2 * size_of::<A>()).cast() }
+        // SAFETY: an IP header of the family with ports behind it.
+        unsafe { tuple_in(self) }
     }
 
     /// The TTL becomes one less; all checksums follow, by a change of addresses and ports too. The TTL must be above 1.
@@ -610,8 +621,8 @@ impl<A: Family> UdpPacket<A> {
     /// Addresses and ports, where they lie.
     #[inline(always)]
     pub const fn tuple_mut(&mut self) -> &mut Tuple<A> {
-        // SAFETY: addresses end an IP header, ports begin what is behind it, and that is a tuple: asserted above.
-        unsafe { &mut *(&raw mut *self).byte_add(A::Header::LENGTH - 2 * size_of::<A>()).cast() }
+        // SAFETY: an IP header of the family with ports behind it.
+        unsafe { tuple_in(self) }
     }
 
     /// The TTL becomes one less; all checksums follow, by a change of addresses and ports too. The TTL must be above 1.

@@ -75,7 +75,7 @@ pub(crate) fn replied<A: Tables>(context: &XdpContext) -> Outcome {
     // SAFETY: `udp_packet` has bounds-checked the headers.
     let packet = unsafe { &mut *packet };
     let key = Key::new(packet.tuple_mut(), arrival.segment.id, UDP);
-    let Some(flow) = A::flows().get_ptr_mut(&key.0) else { return arrival.go(context, A::STAGES.datagram) };
+    let Some(flow) = key.flow() else { return arrival.go(context, A::STAGES.datagram) };
     if let Some(way) = read(flow, &key, UDP)
         && way.state & (FLOW_REVERSE | FLOW_REPLIED) == FLOW_REVERSE
     {

@@ -79,7 +79,7 @@ fn transport<A: Tables>(context: &XdpContext, arrival: &Arrival) -> Outcome {
                 return arrival.go(context, STAGE_LOCAL);
             }
             let key = Key::new(packet.tuple_mut(), arrival.segment.id, TCP);
-            let Some(flow) = A::flows().get_ptr_mut(&key.0) else {
+            let Some(flow) = key.flow() else {
                 return unknown::<A>(context, arrival, packet.tcp.flags);
             };
             if packet.tcp.flags & (SYN | FIN | RST) != 0 {
@@ -99,7 +99,7 @@ fn transport<A: Tables>(context: &XdpContext, arrival: &Arrival) -> Outcome {
                 return arrival.go(context, STAGE_LOCAL);
             }
             let key = Key::new(packet.tuple_mut(), arrival.segment.id, UDP);
-            if let Some(flow) = A::flows().get_ptr_mut(&key.0)
+            if let Some(flow) = key.flow()
                 && let Some(outcome) = translate(context, arrival, packet, flow, &key, true)
             {
                 return outcome;

@@ -24,7 +24,7 @@ pub(crate) fn flags<A: Tables>(context: &XdpContext) -> Outcome {
         return Err(refuse(Reason::BadFlags, arrival.segment.tenant));
     }
     let key = Key::new(packet.tuple_mut(), arrival.segment.id, TCP);
-    let Some(flow) = A::flows().get_ptr_mut(&key.0) else { return unknown::<A>(context, &arrival, bits) };
+    let Some(flow) = key.flow() else { return unknown::<A>(context, &arrival, bits) };
     let Some(way) = read(flow, &key, TCP) else { return unknown::<A>(context, &arrival, bits) };
     let (to, next_hop, state) = (&way.to.0, way.next_hop, way.state);
     // SAFETY: a map value, which the verifier checks.

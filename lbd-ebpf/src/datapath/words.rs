@@ -107,6 +107,16 @@ fn subtract<A: Address>(sum: u64, word: u64) -> u64 {
     sum
 }
 
+impl<A: Tables> Key<A> {
+    /// The half in the table with this key.
+    #[inline(always)]
+    pub(crate) fn flow(&self) -> Option<*mut Flow<A>> {
+        // By reference: the map would copy a key that it is given.
+        let key: &FlowKey<A> = &self.0;
+        A::flows().get_ptr_mut(key)
+    }
+}
+
 impl<A: Address> Words<A> {
     /// Writes the tuple to where a packet has its own.
     #[inline(always)]
