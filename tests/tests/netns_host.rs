@@ -234,7 +234,6 @@ fn a_flood_of_one_tenant_does_not_touch_the_other() -> Result<()> {
     let other = [lab::socket(Bench::OTHER_VIP, 6443), lab::socket(Bench::OTHER_VIP6, 6443)];
     let way = (lab::mac_bytes(&bench.near.mac("eth0")?)?, lab::mac_bytes(LB_MAC)?);
     let calm = Untouched::since_now(&agent, "b")?;
-    let steady = Datagrams::start(&bench.lab, &bench.other, &lab::socket(Bench::OTHER_VIP, Bench::UDP_PORTS.0), 5, 50)?;
     let holds = [
         (&bench.far, &Bench::targets()[0]),
         (&bench.far, &Bench::targets()[1]),
@@ -251,6 +250,7 @@ fn a_flood_of_one_tenant_does_not_touch_the_other() -> Result<()> {
             SocketAddr::new(Ipv4Addr::new(192, 0, 2, host as u8).into(), port)
         }
     };
+    let datagrams = lab::socket(Bench::OTHER_VIP, Bench::UDP_PORTS.0);
     for kind in ["SYN", "SYN and ACK", "UDP"] {
         let craft = |number: u32| -> Result<Vec<u8>> {
             let v6 = number % 4 == 3;
@@ -265,41 +265,44 @@ fn a_flood_of_one_tenant_does_not_touch_the_other() -> Result<()> {
                 _ => lab::tcp_frame(way, from(number - 4, v6), to, 16, (8, number.wrapping_mul(0x9e37_79b9))),
             }
         };
-        let before = agent.losses(Some("a"))?;
-        std::thread::scope(|scope| -> Result<()> {
-            let flood = scope.spawn(|| {
-                lab::send_frames(&bench.near, "eth0", rate, (0..frames).filter_map(|number| craft(number).ok()))
-            });
-            let mut opened = 0;
-            while !flood.is_finished() {
-                for target in &other {
-                    let report = lab::load(&bench.other, target, false, 50)?;
-                    ensure!(
-                        report.failed == 0,
-                        "{kind}: tenant b's connections fail: {report:?}; {:?}",
-                        agent.losses(Some("b"))?
-                    );
-                    opened += 50;
+        bench.lab.all_come_back(|| {
+            let steady = Datagrams::start(&bench.lab, &bench.other, &datagrams, 5, 50)?;
+            let before = agent.losses(Some("a"))?;
+            std::thread::scope(|scope| -> Result<()> {
+                let flood = scope.spawn(|| {
+                    lab::send_frames(&bench.near, "eth0", rate, (0..frames).filter_map(|number| craft(number).ok()))
+                });
+                let mut opened = 0;
+                while !flood.is_finished() {
+                    for target in &other {
+                        let report = lab::load(&bench.other, target, false, 50)?;
+                        ensure!(
+                            report.failed == 0,
+                            "{kind}: tenant b's connections fail: {report:?}; {:?}",
+                            agent.losses(Some("b"))?
+                        );
+                        opened += 50;
+                    }
                 }
-            }
-            let sent = flood.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-            let after = agent.losses(Some("a"))?;
-            let refused: u64 = after.values().sum::<u64>() - before.values().sum::<u64>();
-            println!("{kind}: {sent} frames, {refused} refused; {opened} connections of tenant b meanwhile; {after:?}");
-            ensure!(opened >= 100 && sent > u64::from(frames) / 2, "{kind}: {opened} connections, {sent} frames");
-            if kind != "UDP" {
-                let proven = agent.flows(&["--client", "192.0.2.100", "--state", "established"])?.len();
-                ensure!(proven == 0, "{kind}: {proven} flows were made of nothing");
-            }
-            Ok(())
+                let sent = flood.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+                let after = agent.losses(Some("a"))?;
+                let refused: u64 = after.values().sum::<u64>() - before.values().sum::<u64>();
+                println!(
+                    "{kind}: {sent} frames, {refused} refused; {opened} connections of tenant b meanwhile; {after:?}"
+                );
+                ensure!(opened >= 100 && sent > u64::from(frames) / 2, "{kind}: {opened} connections, {sent} frames");
+                if kind != "UDP" {
+                    let proven = agent.flows(&["--client", "192.0.2.100", "--state", "established"])?.len();
+                    ensure!(proven == 0, "{kind}: {proven} flows were made of nothing");
+                }
+                Ok(())
+            })?;
+            steady.finish()
         })?;
     }
     for hold in holds {
         hold?.finish()?.assert_whole()?;
     }
-    // A busy interface may lose a datagram; lbd has dropped none of this tenant's, which its counters show.
-    let report = steady.finish()?;
-    ensure!(report.wrong == 0 && report.refused == 0 && report.received * 100 >= report.sent * 98, "{report:?}");
     calm.check(&agent)?;
     // The tenant that flooded is served again.
     lab::wait_until(Duration::from_mins(1), "tenant a is served", || {

@@ -295,41 +295,45 @@ fn the_trunk_without_a_tag_is_the_hosts() -> Result<()> {
 fn a_tenant_in_another_vlan_does_not_notice_a_flood() -> Result<()> {
     let (trunk, _servers, agent) = running("flood")?;
     let calm = Untouched::since_now(&agent, "b")?;
-    let steady = Datagrams::start(&trunk.lab, &trunk.clients[1], &lab::socket(Bench::VIP, Bench::UDP_PORTS.0), 5, 50)?;
     let hold = Hold::start(&trunk.lab, &trunk.clients[1], &vips()[0], false, 20, 10)?;
     let way = (lab::mac_bytes(&trunk.untagged.mac("eth0")?)?, lab::mac_bytes(Trunk::MAC)?);
     let to = SocketAddr::new(Bench::VIP.parse()?, 6443);
+    let target = lab::socket(Bench::VIP, Bench::UDP_PORTS.0);
     let frames = if fast() { 40_000 } else { 400_000 };
-    std::thread::scope(|scope| -> Result<()> {
-        let flood = scope.spawn(|| {
-            lab::send_frames(
-                &trunk.untagged,
-                "eth0",
-                10_000,
-                (0..frames).filter_map(move |number: u32| {
-                    let from = SocketAddr::from((
-                        [192, 0, 2, 200 + (number % 50) as u8],
-                        1024 + (number / 50 % 60_000) as u16,
-                    ));
-                    lab::tcp_frame(way, from, to, 2, (number, 0)).ok().map(|frame| lab::tagged(&frame, Trunk::VLANS[0]))
-                }),
-            )
-        });
-        let mut opened = 0;
-        while !flood.is_finished() {
-            for target in vips() {
-                let report = lab::load(&trunk.clients[1], &target, false, 50)?;
-                ensure!(report.failed == 0, "tenant b's connections fail: {report:?}");
-                assert_own_nodes(1, &report.servers)?;
-                opened += 50;
+    trunk.lab.all_come_back(|| {
+        let steady = Datagrams::start(&trunk.lab, &trunk.clients[1], &target, 5, 50)?;
+        std::thread::scope(|scope| -> Result<()> {
+            let flood = scope.spawn(|| {
+                lab::send_frames(
+                    &trunk.untagged,
+                    "eth0",
+                    10_000,
+                    (0..frames).filter_map(move |number: u32| {
+                        let from = SocketAddr::from((
+                            [192, 0, 2, 200 + (number % 50) as u8],
+                            1024 + (number / 50 % 60_000) as u16,
+                        ));
+                        let frame = lab::tcp_frame(way, from, to, 2, (number, 0)).ok()?;
+                        Some(lab::tagged(&frame, Trunk::VLANS[0]))
+                    }),
+                )
+            });
+            let mut opened = 0;
+            while !flood.is_finished() {
+                for target in vips() {
+                    let report = lab::load(&trunk.clients[1], &target, false, 50)?;
+                    ensure!(report.failed == 0, "tenant b's connections fail: {report:?}");
+                    assert_own_nodes(1, &report.servers)?;
+                    opened += 50;
+                }
             }
-        }
-        let sent = flood.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-        println!("{opened} connections of tenant b meanwhile, {sent} frames of the flood");
-        ensure!(opened >= 100 && sent > u64::from(frames) / 2, "{opened} connections, {sent} frames");
-        Ok(())
+            let sent = flood.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+            println!("{opened} connections of tenant b meanwhile, {sent} frames of the flood");
+            ensure!(opened >= 100 && sent > u64::from(frames) / 2, "{opened} connections, {sent} frames");
+            Ok(())
+        })?;
+        steady.finish()
     })?;
     hold.finish()?.assert_whole()?;
-    steady.finish()?.assert_whole()?;
     calm.check(&agent)
 }

@@ -16,11 +16,13 @@ use crate::{
 };
 
 /// Programs that the lab and the demo run, and the Debian package of each.
-pub(crate) const LAB: &[(&str, &str)] = &[("ip", "iproute2"), ("ethtool", "ethtool")];
+pub(crate) const LAB: &[(&str, &str)] = &[("ip", "iproute2"), ("tc", "iproute2"), ("ethtool", "ethtool")];
 /// Programs of the suites in the lab; of `faketime` its library.
-pub(crate) const SUITES: &[(&str, &str)] = &[("ip", "iproute2"), ("ethtool", "ethtool"), ("faketime", "faketime")];
+pub(crate) const SUITES: &[(&str, &str)] =
+    &[("ip", "iproute2"), ("tc", "iproute2"), ("ethtool", "ethtool"), ("faketime", "faketime")];
 /// Programs of the benchmark of the control plane, and the Debian packages that have them.
-pub(crate) const CONTROL: &[(&str, &str)] = &[("ip", "iproute2"), ("ethtool", "ethtool"), ("nft", "nftables")];
+pub(crate) const CONTROL: &[(&str, &str)] =
+    &[("ip", "iproute2"), ("tc", "iproute2"), ("ethtool", "ethtool"), ("nft", "nftables")];
 
 /// Says what is needed and why; asks on a terminal unless `--yes` was given.
 pub(crate) fn agree(consent: Consent, need: &str) -> Result<()> {

@@ -913,9 +913,11 @@ fn exchange_one(
         ensure!(set == 0, "cannot turn checksums off: {}", std::io::Error::last_os_error());
     }
     let (begun, mut report) = (Instant::now(), DatagramReport::default());
-    let (mut waited_for, mut next, mut buffer) = (BTreeSet::new(), 0, vec![0; 1 << 16]);
+    let (mut waited_for, mut next) = (BTreeSet::new(), 0);
     let window = if options.rate > 0 { 1 } else { options.window.max(1) };
+    let mut last = begun;
     while next < share && !stop.load(Ordering::Relaxed) {
+        let first = next;
         for _ in 0..window.min(share - next) {
             match socket.send(&content(number, next, options.size)) {
                 Ok(_) => {}
@@ -928,27 +930,45 @@ fn exchange_one(
             report.sent += 1;
             next += 1;
         }
-        let end = Instant::now() + client.limit().min(Duration::from_secs(2));
-        while !waited_for.is_empty() {
-            let left = end.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                // Lost; what comes later still counts.
-                break;
-            }
-            socket.set_read_timeout(Some(left))?;
-            match socket.recv(&mut buffer) {
-                Ok(length) => take_answer(&buffer[..length], number, options.size, &mut waited_for, &mut report),
-                Err(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => {
-                    return Ok(refused(report, begun));
-                }
-                Err(_) => {}
-            }
+        last = Instant::now();
+        // What comes later still counts.
+        let patience = client.limit().min(Duration::from_secs(2));
+        if !take_answers(&socket, last + patience, (number, first), options.size, &mut waited_for, &mut report)? {
+            return Ok(refused(report, begun));
         }
         if options.rate > 0 {
             std::thread::sleep(Duration::from_secs(1) / options.rate);
         }
     }
+    if !take_answers(&socket, last + client.limit(), (number, 0), options.size, &mut waited_for, &mut report)? {
+        return Ok(refused(report, begun));
+    }
     Ok(report)
+}
+
+/// Takes answers until none from that serial number on is missing, or the time is up. False: nobody listens there.
+fn take_answers(
+    socket: &UdpSocket,
+    end: Instant,
+    (number, first): (u64, u64),
+    size: u64,
+    waited_for: &mut BTreeSet<u64>,
+    report: &mut DatagramReport,
+) -> Result<bool> {
+    /// Time to take what is there already, also for one who was not let run until the time was up.
+    const LEAST: Duration = Duration::from_millis(1);
+    let mut buffer = vec![0; 1 << 16];
+    while waited_for.range(first..).next().is_some() {
+        let left = end.saturating_duration_since(Instant::now());
+        socket.set_read_timeout(Some(left.max(LEAST)))?;
+        match socket.recv(&mut buffer) {
+            Ok(length) => take_answer(&buffer[..length], number, size, waited_for, report),
+            Err(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => return Ok(false),
+            Err(_) if left.is_zero() => break,
+            Err(_) => {}
+        }
+    }
+    Ok(true)
 }
 
 fn refused(mut report: DatagramReport, begun: Instant) -> DatagramReport {

@@ -5,7 +5,8 @@
 //! namespaces, so labs never meet each other.
 //!
 //! Offloads are off on every interface (a checksum that nobody computed would otherwise stay invisible), and every far end of a cable
-//! carries an XDP program that passes everything, because a veth accepts redirected frames only then.
+//! carries an XDP program that passes everything, because a veth accepts redirected frames only then. Frames wait where the ring of a veth
+//! has no room for them; what is lost all the same is counted (`Lab::losses`).
 
 mod agent;
 mod api;
@@ -16,6 +17,7 @@ mod cleanup;
 mod clock;
 mod craft;
 mod frame;
+mod losses;
 mod namespace;
 mod peer;
 mod ping;
@@ -325,6 +327,10 @@ fn configure(station: &Namespace, interface: &str, nic: &Nic) -> Result<()> {
     ethtool.args(["-K", interface, "tx", "off", "rx", "off", "gso", "off", "tso", "off", "gro", "off", "sg", "off"]);
     ethtool.args(["rxvlan", "off", "txvlan", "off"]);
     output(&mut ethtool).with_context(|| format!("cannot turn offloads off on {}:{interface}", station.name()))?;
+    // Two seconds of a flood. Before Linux 6.16 a veth loses what its ring has no room for, whether frames can wait or not.
+    let mut tc = station.command("tc");
+    tc.args(["qdisc", "add", "dev", interface, "root", "pfifo", "limit", "20000"]);
+    output(&mut tc).with_context(|| format!("cannot let frames wait on {}:{interface}", station.name()))?;
     Ok(())
 }
 

@@ -182,7 +182,8 @@ pub fn send_frame(namespace: &Namespace, interface: &str, frame: &[u8]) -> Resul
     send_frames(namespace, interface, u32::MAX, std::iter::once(frame.to_vec())).map(drop)
 }
 
-/// Sends frames from an interface, at most so many a second; how many the kernel took.
+/// Sends frames from an interface, at most so many a second, and never more at a time because there were less before; how many the
+/// kernel took.
 pub fn send_frames(
     namespace: &Namespace,
     interface: &str,
@@ -195,7 +196,8 @@ pub fn send_frames(
     namespace
         .run(|| {
             let socket = PacketSocket::open(Some(interface), false)?;
-            let (begun, mut sent) = (Instant::now(), 0_u64);
+            let pause = Duration::from_secs_f64(BURST as f64 / f64::from(rate));
+            let (mut due, mut sent) = (Instant::now(), 0_u64);
             for frame in frames {
                 match socket.send(Some(index), &frame) {
                     Ok(()) => sent += 1,
@@ -204,8 +206,9 @@ pub fn send_frames(
                     Err(error) => return Err(error.into()),
                 }
                 if sent.is_multiple_of(BURST) {
-                    let due = Duration::from_secs_f64(sent as f64 / f64::from(rate));
-                    std::thread::sleep(due.saturating_sub(begun.elapsed()));
+                    let now = Instant::now();
+                    due = now.max(due + pause);
+                    std::thread::sleep(due - now);
                 }
             }
             Ok(sent)
