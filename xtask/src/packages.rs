@@ -64,6 +64,17 @@ pub(crate) fn programs(consent: Consent, needed: &[(&str, &str)]) -> Result<()> 
     Ok(())
 }
 
+/// Has rustup add a component, to the active toolchain or to one of this name.
+pub(crate) fn component(consent: Consent, toolchain: Option<&str>, component: &str) -> Result<()> {
+    let mut command = Command::new("rustup");
+    command.args(["component", "add", component]);
+    if let Some(toolchain) = toolchain {
+        command.args(["--toolchain", toolchain]);
+    }
+    agree(consent, &format!("lbd's checks need {component}; to install: {}", shown(&command)))?;
+    run(&mut command)
+}
+
 /// Whether this machine installs Debian packages.
 pub(crate) fn has_apt() -> bool {
     find("apt-get").is_some() && find("dpkg-query").is_some()

@@ -10,7 +10,7 @@ use anyhow::{Context as _, Result};
 use clap::{Args, ValueEnum};
 
 use crate::{
-    Consent, build, packages,
+    Consent, build, lint, packages,
     run::{cargo, shown},
 };
 
@@ -34,6 +34,8 @@ pub(crate) struct Arguments {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Suite {
+    /// Format, lints and documentation; no privileges.
+    Lint,
     /// Unit and property tests; no privileges.
     Unit,
     /// Packets through the loaded BPF programs; root.
@@ -49,10 +51,12 @@ enum Suite {
 }
 
 impl Suite {
-    const ALL: [Self; 6] = [Self::Unit, Self::Fixtures, Self::Netns, Self::Kubernetes, Self::Kernels, Self::Fuzz];
+    const ALL: [Self; 7] =
+        [Self::Lint, Self::Unit, Self::Fixtures, Self::Netns, Self::Kubernetes, Self::Kernels, Self::Fuzz];
 
     fn name(self) -> &'static str {
         match self {
+            Self::Lint => "lint",
             Self::Unit => "unit",
             Self::Fixtures => "fixtures",
             Self::Netns => "netns",
@@ -70,7 +74,7 @@ impl Suite {
             }
             Self::Netns => &[("lbd-tests", "netns_"), ("lbd", "dataplane")],
             Self::Kubernetes => &[("lbd-tests", "kubernetes")],
-            Self::Unit | Self::Kernels | Self::Fuzz => &[],
+            Self::Lint | Self::Unit | Self::Kernels | Self::Fuzz => &[],
         };
         let mut found = Vec::new();
         for &(package, prefix) in prefixes {
@@ -104,7 +108,7 @@ fn rust_files(directory: &Path) -> Result<Vec<String>> {
 /// What came of a suite.
 enum Outcome {
     Ran { passed: bool, results: Vec<String> },
-    Left { why: &'static str, counts: bool },
+    Left { why: String, counts: bool },
 }
 
 /// Runs the suites; returns the exit code.
@@ -129,11 +133,12 @@ pub(crate) fn all(arguments: &Arguments) -> Result<i32> {
 
 fn one(suite: Suite, arguments: &Arguments, root: bool) -> Result<Outcome> {
     match suite {
+        Suite::Lint => return Ok(checks(arguments)),
         Suite::Kernels => {
-            return Ok(Outcome::Left { why: "not there yet: tests on other kernels come later", counts: false });
+            return Ok(left("not there yet: tests on other kernels come later", false));
         }
         Suite::Fuzz => {
-            return Ok(Outcome::Left { why: "not there yet: property tests run under `unit`", counts: false });
+            return Ok(left("not there yet: property tests run under `unit`", false));
         }
         Suite::Unit => {
             let mut command = base(arguments);
@@ -145,10 +150,10 @@ fn one(suite: Suite, arguments: &Arguments, root: bool) -> Result<Outcome> {
     }
     let binaries = suite.binaries()?;
     if binaries.is_empty() {
-        return Ok(Outcome::Left { why: "not there yet: it has no test binary", counts: false });
+        return Ok(left("not there yet: it has no test binary", false));
     }
     if !root {
-        return Ok(Outcome::Left { why: "needs root: run `cargo xtask test` as root", counts: true });
+        return Ok(left("needs root: run `cargo xtask test` as root", true));
     }
     let mut passed = true;
     let mut results = Vec::new();
@@ -181,6 +186,29 @@ fn one(suite: Suite, arguments: &Arguments, root: bool) -> Result<Outcome> {
         }
     }
     Ok(Outcome::Ran { passed, results })
+}
+
+fn left(why: &str, counts: bool) -> Outcome {
+    Outcome::Left { why: why.to_owned(), counts }
+}
+
+/// The checks of `cargo xtask lint`, counted like tests. A machine that they cannot be made on is no worse for running lbd.
+fn checks(arguments: &Arguments) -> Outcome {
+    if arguments.name.is_some() {
+        return left("its checks have no names to choose by", false);
+    }
+    eprintln!("\n$ cargo xtask lint");
+    let outcome = lint::all(arguments.consent, false);
+    let failed = outcome.failures.len();
+    for failure in &outcome.failures {
+        println!("lint: {failure}");
+    }
+    if failed == 0 && !outcome.left.is_empty() {
+        let rest = if outcome.passed > 0 { "; the other checks found nothing" } else { "" };
+        return left(&format!("{}{rest}", outcome.left.join("; ")), false);
+    }
+    let result = format!("test result: {} passed; {failed} failed", outcome.passed);
+    Outcome::Ran { passed: failed == 0, results: vec![result] }
 }
 
 fn base(arguments: &Arguments) -> Command {

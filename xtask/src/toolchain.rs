@@ -138,6 +138,13 @@ fn new_enough(release: Version) -> bool {
     (release.0, release.1) >= OLDEST_RUSTC
 }
 
+/// Whether a compiler is of the oldest version that builds the workspace, which its lints are kept clean on.
+pub(crate) fn is_oldest(rustc: &Path) -> bool {
+    let about = output(Command::new(rustc).arg("-vV")).unwrap_or_default();
+    let release = about.lines().find_map(|line| line.strip_prefix("release: ")).and_then(version);
+    release.is_some_and(|release| (release.0, release.1) == OLDEST_RUSTC)
+}
+
 /// The first three numbers of a version; an epoch and a suffix are left out.
 fn version(text: &str) -> Option<Version> {
     let text = text.split_once(':').map_or(text, |(_, rest)| rest);
