@@ -72,7 +72,7 @@ fn waiting(namespace: &Namespace) -> Result<Vec<(String, u64)>> {
     Ok(drops.map(|(interface, drops)| (format!("queue of {interface}"), drops)).collect())
 }
 
-/// What found no room in the buffers of sockets for datagrams.
+/// What found no room in the buffers of receivers of datagrams; what found none at the sender's is among what waited.
 fn sockets(namespace: &Namespace) -> Result<Vec<(String, u64)>> {
     let read = |file: &str| {
         let path = format!("/proc/{}/net/{file}", namespace.pid());
@@ -87,7 +87,7 @@ fn sockets(namespace: &Namespace) -> Result<Vec<(String, u64)>> {
         .zip(numbers)
         .map(|(name, number)| ("IPv4", name, number))
         .chain(six.map(|(name, number)| ("IPv6", name, number.trim())))
-        .filter(|(_, name, _)| matches!(*name, "RcvbufErrors" | "SndbufErrors"))
-        .filter_map(|(family, name, number)| Some((format!("UDP over {family}, {name}"), number.parse().ok()?)))
+        .filter(|(_, name, _)| *name == "RcvbufErrors")
+        .filter_map(|(family, _, number)| Some((format!("buffers for UDP over {family}"), number.parse().ok()?)))
         .collect())
 }
