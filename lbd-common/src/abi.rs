@@ -199,8 +199,8 @@ pub trait Address: sealed::Sealed + Pod + Eq + Ord + Debug + Send + Sync {
     type Ip: Copy + Into<IpAddr>;
     /// Whether the family is IPv6.
     const IS_V6: bool;
-    /// Fills an element of the flow map up to whole cache lines.
-    type FlowReserved: Pod + Eq + Ord + Debug + Send + Sync;
+    /// What a half of a flow repeats of its key's tuple: [`Flow::identity`].
+    type Identity: Pod + Eq + Ord + Debug + Send + Sync;
     /// Address of a host type.
     fn from_ip(ip: Self::Ip) -> Self;
     /// The host type.
@@ -211,6 +211,8 @@ pub trait Address: sealed::Sealed + Pod + Eq + Ord + Debug + Send + Sync {
     fn mapped(self) -> [u8; 16];
     /// From an IPv6 address; IPv4 from its last four bytes.
     fn unmapped(address: &[u8; 16]) -> Self;
+    /// What a half repeats of this tuple, with [`Settings::seed`].
+    fn identity(tuple: &Tuple<Self>, seed: [u64; 2]) -> Self::Identity;
     /// The address if it is of this family.
     fn from_any(ip: IpAddr) -> Option<Self>;
 
@@ -224,7 +226,7 @@ pub trait Address: sealed::Sealed + Pod + Eq + Ord + Debug + Send + Sync {
 
 impl Address for Address4 {
     type Ip = Ipv4Addr;
-    type FlowReserved = [u64; 0];
+    type Identity = Tuple4;
     const IS_V6: bool = false;
 
     #[inline(always)]
@@ -252,6 +254,11 @@ impl Address for Address4 {
         Self::from_ne_bytes(unmapped(address))
     }
 
+    #[inline(always)]
+    fn identity(tuple: &Tuple4, _seed: [u64; 2]) -> Tuple4 {
+        *tuple
+    }
+
     fn from_any(ip: IpAddr) -> Option<Self> {
         match ip {
             IpAddr::V4(ip) => Some(Self::from_ip(ip)),
@@ -262,7 +269,7 @@ impl Address for Address4 {
 
 impl Address for Address6 {
     type Ip = Ipv6Addr;
-    type FlowReserved = [u64; 7];
+    type Identity = Identity6;
     const IS_V6: bool = true;
 
     #[inline(always)]
@@ -290,6 +297,18 @@ impl Address for Address6 {
     fn unmapped(address: &[u8; 16]) -> Self {
         // SAFETY: same size, and any bytes are valid.
         unsafe { core::mem::transmute(*address) }
+    }
+
+    #[inline(always)]
+    fn identity(tuple: &Tuple6, seed: [u64; 2]) -> Identity6 {
+        let ([s0, s1, s2, s3], [d0, d1, d2, d3]) = (tuple.source_be, tuple.destination_be);
+        Identity6 {
+            prefixes: halves(mixed_prefixes(whole(s0, s1), whole(d0, d1), seed)),
+            source_interface_be: [s2, s3],
+            destination_interface_be: [d2, d3],
+            source_port_be: tuple.source_port_be,
+            destination_port_be: tuple.destination_port_be,
+        }
     }
 
     fn from_any(ip: IpAddr) -> Option<Self> {
@@ -396,6 +415,51 @@ abi_struct! {
     size 16 and 40 align 4 offsets { tuple: 0 and 0, segment: 12 and 36, protocol: 14 and 38 }
 }
 
+abi_struct! {
+    /// What a half of an IPv6 flow repeats of its key's tuple.
+    ///
+    /// Eight bytes less than the tuple, by which an element of the flow table is three whole cache lines and not four. The addresses'
+    /// prefixes are mixed to one word with a secret: see [`mixed_prefixes`].
+    pub struct Identity6 {
+        /// [`mixed_prefixes`] of the addresses' first 8 bytes.
+        pub prefixes: [u32; 2],
+        /// Interface identifier (RFC 4291) of the source address: its last 8 bytes.
+        pub source_interface_be: [u32; 2],
+        /// Interface identifier of the destination address.
+        pub destination_interface_be: [u32; 2],
+        /// Source port.
+        pub source_port_be: u16,
+        /// Destination port.
+        pub destination_port_be: u16,
+    }
+    size 28 align 4 offsets {
+        prefixes: 0, source_interface_be: 8, destination_interface_be: 16, source_port_be: 24, destination_port_be: 26
+    }
+}
+
+/// [`Identity6::prefixes`] of two prefixes, each as the word that lies in memory, with [`Settings::seed`].
+///
+/// If one prefix is the same, the other one shows: each is mapped one to one. Two pairs that differ in both look the same under one
+/// seed in about 2³² or fewer, whatever they are, so that nobody can compute some who does not know it.
+#[inline(always)]
+pub const fn mixed_prefixes(source: u64, destination: u64, seed: [u64; 2]) -> u64 {
+    // What differs in the upper half comes to differ in the lower one too, as a product shows a difference only from its lowest bit on:
+    // without that a difference of the highest bit would look the same under every seed.
+    let spread = destination ^ (destination >> 32).wrapping_mul(seed[1]) >> 32;
+    // By an odd number, so that words stay different.
+    source.wrapping_add(spread.wrapping_mul(seed[0] | 1))
+}
+
+/// Two quads as they lie in memory as the word that lies there.
+const fn whole(first: u32, second: u32) -> u64 {
+    first as u64 | (second as u64) << 32
+}
+
+/// The reverse of [`whole`].
+const fn halves(word: u64) -> [u32; 2] {
+    [word as u32, (word >> 32) as u32]
+}
+
 /// Key of an IPv4 flow's half.
 pub type FlowKey4 = FlowKey<Address4>;
 /// Key of an IPv6 flow's half.
@@ -404,14 +468,14 @@ pub type FlowKey6 = FlowKey<Address6>;
 abi_struct! {
     /// One half of a flow: everything that rewriting a packet needs, for IPv4 in one cache line.
     ///
-    /// The kernel keeps 48 bytes before the key, so that an IPv4 key ends a cache line and its value is the next. An IPv6 element is four
-    /// whole lines, the last of which the hot path does not touch. `tuple`, `segment` and
-    /// [`FLOW_UDP`] repeat the key: a hash element can be recycled under a reader, who compares them before it trusts `to`. Only
+    /// The kernel keeps 48 bytes before the key, so that an IPv4 key ends a cache line and its value is the next. An IPv6 element is three
+    /// whole lines. `identity`, `segment` and
+    /// [`FLOW_UDP`] repeat the key (of IPv6 the prefixes are mixed): a hash element can be recycled under a reader, who compares them before it trusts `to`. Only
     /// BPF code writes a live value. The forward half (client → backend) and the reverse half (backend → client) name each other
     /// through `to`.
     pub struct Flow<A> {
-        /// The key's addresses and ports.
-        pub tuple: Tuple<A>,
+        /// The key's addresses and ports: for IPv4 its tuple.
+        pub identity: A::Identity,
         /// The key's segment.
         pub segment: u16,
         /// Index into [`names::NEXT_HOPS`].
@@ -436,13 +500,11 @@ abi_struct! {
         pub own: [u8; 6],
         /// Packets in this direction, high 16 bits.
         pub packets_high: u16,
-        /// Zero.
-        pub reserved: A::FlowReserved,
     }
-    size 64 and 168 align 8 offsets {
-        tuple: 0 and 0, segment: 12 and 36, next_hop: 14 and 38, to: 16 and 40, last_seen: 28 and 76, bytes: 32 and 80,
-        packets: 40 and 88, sequence: 44 and 92, acknowledged: 48 and 96, frontend: 52 and 100, state: 54 and 102, own: 56 and 104,
-        packets_high: 62 and 110
+    size 64 and 104 align 8 offsets {
+        identity: 0 and 0, segment: 12 and 28, next_hop: 14 and 30, to: 16 and 32, last_seen: 28 and 68, bytes: 32 and 72,
+        packets: 40 and 80, sequence: 44 and 84, acknowledged: 48 and 88, frontend: 52 and 92, state: 54 and 94, own: 56 and 96,
+        packets_high: 62 and 102
     }
 }
 
@@ -612,9 +674,9 @@ abi_struct! {
         /// Key of the reverse half that belongs to `to`.
         pub reply: FlowKey<A>,
     }
-    size 192 and 416 align 8 offsets {
-        half: 0 and 0, key: 64 and 168, record: 80 and 208, to: 144 and 320, hash: 160 and 360, first: 168 and 368,
-        protocol: 174 and 374, reply: 176 and 376
+    size 192 and 352 align 8 offsets {
+        half: 0 and 0, key: 64 and 104, record: 80 and 144, to: 144 and 256, hash: 160 and 296, first: 168 and 304,
+        protocol: 174 and 310, reply: 176 and 312
     }
 }
 
@@ -1237,7 +1299,7 @@ abi_struct! {
         /// The half.
         pub flow: Flow<A>,
     }
-    size 128 and 256 align 8 offsets { request: 0 and 0, flow: 64 and 88 }
+    size 128 and 192 align 8 offsets { request: 0 and 0, flow: 64 and 88 }
 }
 
 abi_struct! {
@@ -1319,7 +1381,68 @@ impl<A: Address> FlowKey<A> {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
+    use proptest::prelude::{any, prop_assert, proptest};
+
     use super::*;
+
+    const SEED: [u64; 2] = [0x9fb2_1c65_1e98_df25, 0xa076_1d64_78bd_642f];
+
+    /// For each difference of one or two bits of the destination, the one of the source that hides it under one seed.
+    #[test]
+    fn what_looks_the_same_under_one_seed_does_not_under_another() {
+        let (source, destination) = (0x2001_0db8_000c_0001_u64.swap_bytes(), 0x2001_0db8_000a_0001_u64.swap_bytes());
+        for (one, two) in (0..64).flat_map(|one| (0..64).map(move |two| (one, two))) {
+            let other = destination ^ (1 << one | 1 << two);
+            let hidden = mixed_prefixes(source, destination, SEED).wrapping_sub(mixed_prefixes(0, other, SEED));
+            assert_eq!(mixed_prefixes(hidden, other, SEED), mixed_prefixes(source, destination, SEED));
+            let seed = [0x9e37_79b9_7f4a_7c15, 0x2545_f491_4f6c_dd1d];
+            assert_ne!(mixed_prefixes(hidden, other, seed), mixed_prefixes(source, destination, seed), "{one}, {two}");
+        }
+    }
+
+    /// A tuple between hosts of numbered subnets.
+    fn tuple(source: [u16; 8], destination: [u16; 8]) -> Tuple6 {
+        Tuple::new((Ipv6Addr::from(source), 40000), (Ipv6Addr::from(destination), 443))
+    }
+
+    #[test]
+    fn clients_and_vips_of_any_subnets_have_identities_of_their_own() {
+        let mut seen = BTreeMap::new();
+        for (client, vip) in (0..256).flat_map(|client| (0..256).map(move |vip| (client, vip))) {
+            let tuple = tuple([0x2001, 0xdb8, 0xc, client, 0, 0, 0, 9], [0x2001, 0xdb8, 0xa, vip, 0, 0, 0, 9]);
+            if let Some(other) = seen.insert(Address6::identity(&tuple, SEED).prefixes, tuple) {
+                panic!("{tuple:?} and {other:?} look the same");
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn an_identity_shows_whatever_differs_beside_one_prefix(
+            (words, other) in (any::<[u32; 9]>(), any::<[u32; 9]>()),
+            changed in 1..512u32,
+            seed in any::<[u64; 2]>(),
+        ) {
+            let tuple = |words: [u32; 9]| {
+                let [s0, s1, s2, s3, d0, d1, d2, d3, ports] = words;
+                Tuple {
+                    source_be: [s0, s1, s2, s3],
+                    destination_be: [d0, d1, d2, d3],
+                    source_port_be: ports as u16,
+                    destination_port_be: (ports >> 16) as u16,
+                }
+            };
+            let mixed: [u32; 9] =
+                std::array::from_fn(|at| if changed & (1 << at) == 0 { words[at] } else { other[at] });
+            let (was, is) = (tuple(words), tuple(mixed));
+            let both_prefixes = was.source_be[..2] != is.source_be[..2] && was.destination_be[..2] != is.destination_be[..2];
+            let rest = was.source_be[2..] == is.source_be[2..] && was.destination_be[2..] == is.destination_be[2..];
+            let same = Address6::identity(&was, seed) == Address6::identity(&is, seed);
+            prop_assert!(!same || was == is || both_prefixes && rest);
+        }
+    }
 
     #[test]
     fn adoption_ends_and_does_not_come_back_when_ticks_wrap() {

@@ -9,7 +9,7 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use aya::maps::Array;
-use lbd_common::abi::{self, names};
+use lbd_common::abi::{self, Address as _, names};
 use lbd_common::packet::{TCP, UDP};
 use lbd_common::reason::Reason;
 use lbd_common::tcp::{ACK, SYN};
@@ -61,7 +61,7 @@ pub struct Case {
     pub ns: f64,
     /// The same in units.
     pub units: f64,
-    /// The same in bare look-ups in a map of that size and family, for a million flows.
+    /// The same in bare look-ups in a map of that size, family and order, for a million flows.
     pub bare_lookups: Option<f64>,
     /// The case that this one is compared with, and the ratio to it.
     pub compared: Option<(String, f64)>,
@@ -70,7 +70,7 @@ pub struct Case {
 impl Report {
     fn add(&mut self, name: &str, flows: u32, ns: f64, compared: Option<&str>) {
         let bare = if name.starts_with(TCP6.name) { self.bare_lookup6_1m_ns } else { self.bare_lookup_1m_ns };
-        let bare_lookups = (flows >= 1_000_000).then_some(ns / bare);
+        let bare_lookups = (flows >= 1_000_000 && !name.contains(SHUFFLED)).then_some(ns / bare);
         let compared = compared.and_then(|other| {
             let base = self.cases.iter().find(|case| case.name == other)?;
             Some((other.to_owned(), ns / base.ns))
@@ -143,37 +143,43 @@ pub fn datapath(wanted: &str) -> Result<Report> {
             both.iter().any(|name| any(&[&format!("{name}_{label}")])) || others.iter().any(|(_, name)| any(&[name]))
         })
         .collect();
+    let shuffled: Vec<_> = [("10k", 10_000), ("1m", 1_000_000)]
+        .into_iter()
+        .filter(|(label, _)| any(&[&format!("tcp4_{SHUFFLED}_{label}"), &format!("tcp6_{SHUFFLED}_{label}")]))
+        .collect();
     let mut bed = Bed::new(if sizes.is_empty() { DEFAULT_FLOWS } else { MANY_FLOWS })?;
     report.unit_ns = bed.driver::<Ipv4Addr>(&TCP4, 1, false)?.best(&bed, Target::Nothing)?;
     for &(label, flows, others) in &sizes {
-        establish::<Ipv4Addr>(&mut bed.datapath, &SPREAD4, flows)?;
-        for reverse in [false, true] {
-            let name = format!("tcp4_{}_{label}", direction(reverse));
-            let mut driver = bed.driver::<Ipv4Addr>(&TCP4, flows, reverse)?;
-            if flows == 1_000_000 && !reverse {
-                report.bare_lookup_1m_ns = driver.bare_lookup(&bed)?;
-            }
-            let ns = driver.net(&mut bed)?;
-            report.add(&name, flows, ns, None);
+        let mut drivers = bed.both_families(flows, Order::AsVisited)?;
+        if flows == 1_000_000 {
+            let [bare4, _, bare6, _] = &mut drivers;
+            report.bare_lookup_1m_ns = bare4.bare_lookup(&bed)?;
+            report.bare_lookup6_1m_ns = bare6.bare_lookup(&bed)?;
         }
-        // Between the sizes of IPv4, so that neither family has the quieter minute.
-        establish::<Ipv6Addr>(&mut bed.datapath, &TCP6, flows)?;
-        for reverse in [false, true] {
-            let name = format!("tcp6_{}_{label}", direction(reverse));
-            let mut driver = bed.driver::<Ipv6Addr>(&TCP6, flows, reverse)?;
-            if flows == 1_000_000 && !reverse {
-                report.bare_lookup6_1m_ns = driver.bare_lookup(&bed)?;
-            }
-            let ns = driver.net(&mut bed)?;
-            report.add(&name, flows, ns, Some(&format!("tcp4_{}_{label}", direction(reverse))));
+        let costs = nets(&mut drivers, &mut bed)?;
+        for (driver, ns) in drivers.iter().zip(costs) {
+            let way = direction(driver.reverse);
+            let name = format!("{}_{way}_{label}", driver.name);
+            report.add(&name, flows, ns, driver.v6.then(|| format!("tcp4_{way}_{label}")).as_deref());
         }
         for (kind, name) in others {
-            establish::<Ipv4Addr>(&mut bed.datapath, kind, flows)?;
+            establish::<Ipv4Addr>(&mut bed.datapath, kind, flows, Order::AsVisited)?;
             let ns = bed.driver::<Ipv4Addr>(kind, flows, false)?.net(&mut bed)?;
             report.add(name, flows, ns, Some("tcp4_forward_10k"));
         }
     }
-    if !sizes.is_empty() {
+    for &(label, flows) in &shuffled {
+        drop(bed);
+        bed = Bed::new(MANY_FLOWS)?;
+        let [forward4, _, forward6, _] = bed.both_families(flows, Order::Shuffled)?;
+        let mut drivers = [forward4, forward6];
+        let costs = nets(&mut drivers, &mut bed)?;
+        for (driver, ns) in drivers.iter().zip(costs) {
+            let name = format!("{}_{SHUFFLED}_{label}", driver.name);
+            report.add(&name, flows, ns, driver.v6.then(|| format!("tcp4_{SHUFFLED}_{label}")).as_deref());
+        }
+    }
+    if !shuffled.is_empty() || !sizes.is_empty() {
         drop(bed);
         bed = Bed::new(DEFAULT_FLOWS)?;
     }
@@ -243,8 +249,24 @@ fn tuples<I: Ip>(kind: &Kind, flow: u32) -> (abi::Tuple<I::Address>, abi::Tuple<
     (from, abi::Tuple::new(source, (backend.0, kind.target_port)))
 }
 
+/// How flows lie in the table.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Order {
+    /// As the driver goes through them: what comes next lies beside what came last, and the CPU has it ready. The C program that the
+    /// targets come from does so.
+    AsVisited,
+    /// As connections that were opened at any time: nothing is near to what came before.
+    Shuffled,
+}
+
+/// In names of cases with [`Order::Shuffled`].
+const SHUFFLED: &str = "shuffled";
+
+/// Coprime to the numbers of flows: multiples of it, modulo these, go through all of them.
+const SHUFFLE: u64 = 611_953;
+
 /// Puts `flows` established flows of a kind into the map, just used, as nothing runs meanwhile.
-pub fn establish<I: Ip>(datapath: &mut Datapath, kind: &Kind, flows: u32) -> Result<()> {
+pub fn establish<I: Ip>(datapath: &mut Datapath, kind: &Kind, flows: u32, order: Order) -> Result<()> {
     // Next hops for their backends.
     let mut hops: Array<_, abi::NextHop> = datapath.array(names::NEXT_HOPS)?;
     let hop = hops.get(&u32::from(bench::node_hop(0)), 0)?;
@@ -257,14 +279,19 @@ pub fn establish<I: Ip>(datapath: &mut Datapath, kind: &Kind, flows: u32) -> Res
     };
     let state = abi::FLOW_REPLIED | if kind.protocol == UDP { abi::FLOW_UDP } else { 0 };
     let now = datapath.tick()?;
+    let seed = bench::settings().seed;
     let mut map = datapath.hash::<abi::FlowKey<I::Address>, abi::Flow<I::Address>>(I::FLOWS)?;
-    for flow in 0..flows {
+    for number in 0..flows {
+        let flow = match order {
+            Order::AsVisited => number,
+            Order::Shuffled => (u64::from(number) * SHUFFLE % u64::from(flows)) as u32,
+        };
         let (from, to) = tuples::<I>(kind, flow);
         let key = abi::FlowKey { tuple: from, segment, protocol: kind.protocol, pad: 0 };
         let reverse_key = abi::FlowKey::reply(&to, bench::HUB_SEGMENT, kind.protocol);
         let frontend = if kind.frontends == 0 { I::FRONTEND } else { (flow * 31 % kind.frontends) as u16 };
         let forward = abi::Flow {
-            tuple: key.tuple,
+            identity: I::Address::identity(&key.tuple, seed),
             segment: key.segment,
             next_hop: (1000 + flow * 7 % 500) as u16,
             to,
@@ -276,7 +303,7 @@ pub fn establish<I: Ip>(datapath: &mut Datapath, kind: &Kind, flows: u32) -> Res
             ..abi::Flow::ZERO
         };
         let reverse = abi::Flow {
-            tuple: reverse_key.tuple,
+            identity: I::Address::identity(&reverse_key.tuple, seed),
             segment: reverse_key.segment,
             next_hop: gateway,
             to: from.turned(),
@@ -295,6 +322,18 @@ impl Bed {
         let mut datapath = Datapath::load(max_flows)?;
         bench::fill(&mut datapath, 3)?;
         Ok(Self { datapath })
+    }
+
+    /// Establishes flows of TCP in both families; their drivers: IPv4 forward and reverse, IPv6 forward and reverse.
+    fn both_families(&mut self, flows: u32, order: Order) -> Result<[FlowDriver; 4]> {
+        establish::<Ipv4Addr>(&mut self.datapath, &SPREAD4, flows, order)?;
+        establish::<Ipv6Addr>(&mut self.datapath, &TCP6, flows, order)?;
+        Ok([
+            self.driver::<Ipv4Addr>(&SPREAD4, flows, false)?,
+            self.driver::<Ipv4Addr>(&SPREAD4, flows, true)?,
+            self.driver::<Ipv6Addr>(&TCP6, flows, false)?,
+            self.driver::<Ipv6Addr>(&TCP6, flows, true)?,
+        ])
     }
 
     /// A driver for established flows of a kind.
@@ -550,18 +589,33 @@ struct FlowDriver {
     expected: Expected,
 }
 
+/// Nanoseconds that the datapath takes for a packet of each driver. They run in turn, so that none has the quieter minute. The packets are
+/// looked at.
+fn nets(drivers: &mut [FlowDriver], bed: &mut Bed) -> Result<Vec<f64>> {
+    let mut best = vec![(f64::MAX, f64::MAX, f64::MAX); drivers.len()];
+    for _ in 0..RUNS {
+        for (driver, (base, pop, edge)) in drivers.iter_mut().zip(&mut best) {
+            *base = base.min(driver.once(bed, Target::Nothing)?);
+            if driver.tagged {
+                *pop = pop.min(driver.once(bed, Target::Pop)?);
+            }
+            *edge = edge.min(driver.once(bed, Target::Edge)?);
+        }
+    }
+    for driver in &mut *drivers {
+        driver.check(bed)?;
+    }
+    let net = |(driver, (base, pop, edge)): (&FlowDriver, (f64, f64, f64))| {
+        // The driver puts back the tag that was taken off: half of what taking it off costs in between is the driver's.
+        edge - if driver.tagged { f64::midpoint(base, pop) } else { base }
+    };
+    Ok(drivers.iter().zip(best).map(net).collect())
+}
+
 impl FlowDriver {
     /// Nanoseconds that the datapath takes for a packet. The packets are looked at.
     fn net(&mut self, bed: &mut Bed) -> Result<f64> {
-        let mut base = self.best(bed, Target::Nothing)?;
-        if self.tagged {
-            // The driver puts back the tag that was taken off: half of what taking it off costs in between is the driver's.
-            let both = self.best(bed, Target::Pop)?;
-            base += (both - base) / 2.0;
-        }
-        let ns = self.best(bed, Target::Edge)? - base;
-        self.check(bed)?;
-        Ok(ns)
+        Ok(nets(std::slice::from_mut(self), bed)?[0])
     }
 
     /// Nanoseconds of a look-up in the flows and nothing else, net.
@@ -575,13 +629,19 @@ impl FlowDriver {
 
     /// Nanoseconds a packet in the least disturbed run.
     fn best(&mut self, bed: &Bed, target: Target) -> Result<f64> {
-        self.driver.start()?;
-        let packets = (self.flows * 20).clamp(*PACKETS.start(), *PACKETS.end());
         let mut best = f64::MAX;
         for _ in 0..RUNS {
-            best = best.min(self.run(bed, target, packets)?.nanoseconds);
+            best = best.min(self.once(bed, target)?);
         }
         Ok(best)
+    }
+
+    /// Nanoseconds a packet in one run, after each flow has had a packet: caches are as full as they get.
+    fn once(&mut self, bed: &Bed, target: Target) -> Result<f64> {
+        self.driver.start()?;
+        self.run(bed, target, self.flows)?;
+        let packets = (self.flows * 20).clamp(*PACKETS.start(), *PACKETS.end());
+        Ok(self.run(bed, target, packets)?.nanoseconds)
     }
 
     fn nic(&self) -> usize {

@@ -238,7 +238,7 @@ fn fill(flows: &Map, now: u32) -> Result<()> {
         keys.extend([key, reply]);
         values.extend([
             Flow4 {
-                tuple,
+                identity: tuple,
                 segment: TENANT,
                 next_hop: HUB_HOP as u16,
                 to,
@@ -247,7 +247,7 @@ fn fill(flows: &Map, now: u32) -> Result<()> {
                 ..half
             },
             Flow4 {
-                tuple: reply.tuple,
+                identity: reply.tuple,
                 segment: HUB,
                 next_hop: TENANT_HOP as u16,
                 to: tuple.turned(),

@@ -742,7 +742,7 @@ fn flows_end_by_the_clock_hand_and_both_halves_together() -> Result<()> {
     datapath.array(names::SETTINGS)?.set(0, quick, 0)?;
     age(&datapath, 8)?;
     let flows = datapath.hash::<abi::FlowKey4, abi::Flow4>(names::FLOWS4)?;
-    let left: Vec<u16> = flows.iter().map(|entry| Ok(entry?.1.tuple.source_port_be)).collect::<Result<_>>()?;
+    let left: Vec<u16> = flows.iter().map(|entry| Ok(entry?.1.identity.source_port_be)).collect::<Result<_>>()?;
     assert_eq!(left.len(), 2, "both halves of the closed flow are gone, the other flow is whole");
     assert_eq!(used(&mut datapath)?, 1);
     forwarded(&datapath, HUB_NIC, &answer(&idle, ACK, BACKEND_SEQUENCE + 1))?;

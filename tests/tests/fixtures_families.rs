@@ -3,7 +3,7 @@ use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, Ipv6Addr};
 
 use anyhow::{Context as _, Result};
-use lbd_common::abi::{self, names};
+use lbd_common::abi::{self, Address as _, names};
 use lbd_common::packet::{TCP, UDP};
 use lbd_common::reason::Reason;
 use lbd_common::tcp::{ACK, FIN, RST, SYN};
@@ -42,6 +42,7 @@ families!(
     clients_of_the_segments_second_prefix_are_on_the_link,
     a31_a_vip_that_is_silent_answers_nothing_at_ports_that_nobody_serves,
     a_marked_flow_is_absent_at_once_and_deleted_after_the_grace,
+    a_half_of_another_flow_under_the_key_translates_nothing,
     a65_flow_affinity_spreads_and_source_affinity_does_not,
     adopted_connections_keep_their_backend_and_port,
     udp_flows_go_both_ways_and_are_counted,
@@ -487,6 +488,45 @@ fn a_marked_flow_is_absent_at_once_and_deleted_after_the_grace<I: Ip>() -> Resul
     let keys = datapath.hash::<abi::FlowKey<I::Address>, abi::Flow<I::Address>>(I::FLOWS)?.keys().count();
     assert_eq!(keys, 0);
     assert_eq!(datapath.used::<I>(bench::TENANT)?.flows, 0);
+    Ok(())
+}
+
+/// What a reader finds whose element was recycled after its look-up: a live half that says another tuple, segment or protocol.
+fn a_half_of_another_flow_under_the_key_translates_nothing<I: Ip>() -> Result<()> {
+    let mut datapath = datapath(1)?;
+    let source = (I::CLIENT, 40000);
+    let syn = connect(&datapath, source)?;
+    let client_key = key(source, bench::PORT, TCP);
+    let (forward, reverse) = halves::<I>(&mut datapath, &client_key)?;
+    let backend_key = abi::FlowKey::reply(&forward.to, bench::HUB_SEGMENT, TCP);
+    for (nic, segment, key, half) in [
+        (TENANT_NIC, client(source, ACK, 1001, BACKEND_SEQUENCE + 1), client_key, forward),
+        (HUB_NIC, syn.answer(ACK, BACKEND_SEQUENCE + 1), backend_key, reverse),
+    ] {
+        let of_tuple = |bits: &[usize]| {
+            let mut tuple = key.tuple;
+            for bit in bits {
+                bytemuck::bytes_of_mut(&mut tuple)[bit / 8] ^= 1 << (bit % 8);
+            }
+            abi::Flow { identity: I::Address::identity(&tuple, bench::settings().seed), ..half }
+        };
+        let (bits, address_bits) = (8 * size_of_val(&key.tuple), 8 * size_of::<I::Address>());
+        let mut others: Vec<_> = (0..bits).map(|bit| of_tuple(&[bit])).collect();
+        others.extend((0..address_bits).map(|bit| of_tuple(&[bit, bit + address_bits])));
+        others.extend((0..16).map(|bit| abi::Flow { segment: half.segment ^ (1 << bit), ..half }));
+        others.push(abi::Flow { state: half.state ^ abi::FLOW_UDP, ..half });
+        for other in others {
+            let flows = |datapath: &mut Datapath| -> Result<abi::Flow<I::Address>> {
+                Ok(datapath.hash::<abi::FlowKey<I::Address>, _>(I::FLOWS)?.get(&key, 0)?)
+            };
+            datapath.hash(I::FLOWS)?.insert(key, other, 0)?;
+            let action = send(&datapath, nic, &segment)?.action;
+            assert!([DROP, TX].contains(&action), "action {action} by {other:?}");
+            assert_eq!(flows(&mut datapath)?, other, "the other flow counts nothing of it");
+        }
+        datapath.hash(I::FLOWS)?.insert(key, half, 0)?;
+        forwarded(&datapath, nic, &segment)?;
+    }
     Ok(())
 }
 

@@ -7,7 +7,7 @@ use anyhow::{Context as _, Result, ensure};
 use aya::maps::Queue;
 use lbd_common::abi::{self, names};
 use lbd_common::tcp::{ACK, SYN};
-use lbd_tests::bench::{TCP4, establish};
+use lbd_tests::bench::{Order, TCP4, establish};
 use lbd_tests::datapath::{Datapath, HUB_NIC, REDIRECT, TENANT_NIC, bench};
 use lbd_tests::driver::{Driver, on_cpu, padded, two_cpus};
 use lbd_tests::exchange::BACKEND_SEQUENCE;
@@ -88,7 +88,7 @@ fn a_tenants_floods_cost_no_established_flow_and_no_other_tenants_new_connection
 
 /// Established flows of tenant a that are counted, and in the ageing queue: as if they had been opened.
 fn establish_as_if_opened(datapath: &mut Datapath, flows: u32) -> Result<()> {
-    establish::<Ipv4Addr>(datapath, &TCP4, flows)?;
+    establish::<Ipv4Addr>(datapath, &TCP4, flows, Order::AsVisited)?;
     let mut entries = Vec::new();
     for (key, flow) in datapath.flows::<Ipv4Addr>()? {
         if flow.state & abi::FLOW_REVERSE == 0 {

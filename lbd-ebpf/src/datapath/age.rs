@@ -17,6 +17,7 @@ use lbd_common::tcp;
 use super::context::{ANY, copy_words, fetch_add};
 use super::flags::{mark, unmark};
 use super::maps::{FRONTEND_OWNERS, NEXT_HOPS, SETTINGS, TENANT_USE, TENANTS, TIMEOUTS, Tables};
+use super::words::is_turned;
 
 /// Marks both halves dead, given the forward half. True if the flow was alive.
 #[inline(always)]
@@ -31,9 +32,7 @@ fn reverse_of<A: Tables>(forward: *const Flow<A>) -> Option<*mut Flow<A>> {
     unsafe {
         let key = reply_key(&raw const (*forward).to, (*forward).next_hop, (*forward).state)?;
         let reverse = A::flows().get_ptr_mut(key)?;
-        let same = (*reverse).to.destination_port_be == (*forward).tuple.source_port_be
-            && (*reverse).to.destination_be.is((*forward).tuple.source_be);
-        same.then_some(reverse)
+        is_turned(forward, &raw const (*reverse).to).then_some(reverse)
     }
 }
 

@@ -18,6 +18,7 @@ use super::age::{PUT_BACK, charge, enqueue, family_use, write_reply};
 use super::context::{budgets, compare_and_swap, copy_words, exchange, fetch_add, opaque};
 use super::flags::mark;
 use super::maps::{SETTINGS, TENANT_USE, TENANTS, Tables};
+use super::words::identity_seed;
 
 /// A record that was found or claimed.
 pub(crate) struct Found<A: Address> {
@@ -650,7 +651,8 @@ pub(crate) fn insert<A: Tables>(length: u32, sequence: u32, acknowledged: u32, s
     }
     let protocol = if forward & FLOW_UDP != 0 { UDP } else { TCP };
     let reverse_key = FlowKey::reply(&record.to, record.backend_segment, protocol);
-    half.tuple = reverse_key.tuple;
+    let seed = identity_seed::<A>();
+    half.identity = A::identity(&reverse_key.tuple, seed);
     half.segment = reverse_key.segment;
     half.next_hop = record.client_next_hop;
     half.to = record.client.turned();
@@ -668,10 +670,8 @@ pub(crate) fn insert<A: Tables>(length: u32, sequence: u32, acknowledged: u32, s
         return put_reverse;
     }
     // SAFETY: this CPU's value.
-    unsafe {
-        copy_words(&raw const key.tuple, &raw mut half.tuple);
-        copy_words(&raw const record.to, &raw mut half.to);
-    }
+    unsafe { copy_words(&raw const record.to, &raw mut half.to) };
+    half.identity = A::identity(&key.tuple, seed);
     half.segment = key.segment;
     half.next_hop = record.backend_next_hop;
     half.bytes = u64::from(length);

@@ -7,11 +7,13 @@ use core::arch::asm;
 use core::mem::{MaybeUninit, offset_of};
 use core::ptr::{read_volatile, write_volatile};
 
-use lbd_common::abi::{Address, Address4, Address6, FLOW_DEAD, FLOW_UDP, Flow, FlowKey, Making, Tuple};
+use lbd_common::abi::{
+    Address, Address4, Address6, FLOW_DEAD, FLOW_UDP, Flow, FlowKey, Identity6, Making, Tuple, mixed_prefixes,
+};
 use lbd_common::checksum::{Change, WordSums};
 use lbd_common::packet::UDP;
 
-use super::maps::Tables;
+use super::maps::{SETTINGS, Tables};
 
 /// A tuple at a whole word. Both families' end with half a word, their ports.
 #[repr(C, align(8))]
@@ -38,15 +40,23 @@ const fn addresses<A: Address>() -> usize {
     size_of::<Tuple<A>>() / 8
 }
 
+/// Whole words of an identity, before the ports.
+const fn identity_words<A: Address>() -> usize {
+    size_of::<A::Identity>() / 8
+}
+
 /// Words are put together and shifted as they lie in memory.
 const _: () = assert!(cfg!(target_endian = "little"));
 const _: () = assert!(size_of::<Tuple<Address4>>() == 8 + 4 && size_of::<Tuple<Address6>>() == 4 * 8 + 4);
 const _: () = assert!(size_of::<Tuple<Address6>>() as u64 / 8 == WordSums::WORDS);
 const _: () = assert!(size_of::<FlowKey<Address4>>() == 2 * 8 && size_of::<FlowKey<Address6>>() == 5 * 8);
 const _: () = assert!(offset_of!(FlowKey<Address4>, segment) == 12 && offset_of!(FlowKey<Address6>, segment) == 36);
-const _: () = assert!(offset_of!(Flow<Address4>, tuple) == 0 && offset_of!(Flow<Address6>, tuple) == 0);
-const _: () = assert!(offset_of!(Flow<Address4>, segment) == 12 && offset_of!(Flow<Address6>, segment) == 36);
-const _: () = assert!(offset_of!(Flow<Address4>, next_hop) == 14 && offset_of!(Flow<Address6>, next_hop) == 38);
+const _: () = assert!(offset_of!(Flow<Address4>, identity) == 0 && offset_of!(Flow<Address6>, identity) == 0);
+const _: () = assert!(size_of::<Identity6>() == 3 * 8 + 4 && offset_of!(Identity6, prefixes) == 0);
+const _: () = assert!(offset_of!(Identity6, source_interface_be) == 8);
+const _: () = assert!(offset_of!(Identity6, destination_interface_be) == 2 * 8);
+const _: () = assert!(offset_of!(Flow<Address4>, segment) == 12 && offset_of!(Flow<Address6>, segment) == 28);
+const _: () = assert!(offset_of!(Flow<Address4>, next_hop) == 14 && offset_of!(Flow<Address6>, next_hop) == 30);
 const _: () = assert!(offset_of!(Flow<Address4>, to) % 8 == 0 && offset_of!(Flow<Address6>, to) % 8 == 0);
 const _: () = assert!(offset_of!(Making<Address4>, reply) % 8 == 0 && offset_of!(Making<Address6>, reply) % 8 == 0);
 
@@ -168,6 +178,32 @@ pub(crate) fn is_alive<A: Tables>(flow: *const Flow<A>, key: &Key<A>, protocol: 
     compare(flow, key, protocol, |_| ()).is_some()
 }
 
+/// What [`Address::identity`] needs of the settings.
+#[inline(always)]
+pub(crate) fn identity_seed<A: Address>() -> [u64; 2] {
+    if A::IS_V6 { SETTINGS.get(0).map_or([0; 2], |settings| settings.seed) } else { [0; 2] }
+}
+
+/// Whether a half repeats the tuple that turned around is `to`.
+///
+/// # Safety
+///
+/// `flow` is a map value, `to` a tuple in a map.
+#[inline(always)]
+pub(crate) unsafe fn is_turned<A: Address>(flow: *const Flow<A>, to: *const Tuple<A>) -> bool {
+    // SAFETY: the caller's; the words are those asserted above.
+    unsafe {
+        let expected = A::identity(&(*to).turned(), identity_seed::<A>());
+        let (now, expected) = ((&raw const (*flow).identity).cast::<u32>(), (&raw const expected).cast::<u32>());
+        let (mut difference, mut quad) = (0, 0);
+        while quad < size_of::<A::Identity>() / 4 {
+            difference |= *now.add(quad) ^ *expected.add(quad);
+            quad += 1;
+        }
+        difference == 0
+    }
+}
+
 /// Next hop and state of a half that is alive and the key's. `address` is called with each word of the key's addresses.
 #[inline(always)]
 fn compare<A: Tables>(
@@ -181,16 +217,24 @@ fn compare<A: Tables>(
     unsafe {
         let (now, expected) = (flow.cast::<u64>(), (&raw const *key).cast::<u64>());
         // The next hop before the state: if that is alive, what was read before it was the same flow's.
-        let last = read_volatile(now.add(addresses::<A>()));
+        let last = read_volatile(now.add(identity_words::<A>()));
         let state = read_volatile(&raw const (*flow).state);
         // Ports and segment: behind them a flow has its next hop, a key the protocol.
         let mut difference = (last ^ *expected.add(addresses::<A>())) << 16;
-        let mut word = 0;
-        while word < addresses::<A>() {
-            let old = *expected.add(word);
-            difference |= read_volatile(now.add(word)) ^ old;
-            address(old);
-            word += 1;
+        if A::IS_V6 {
+            let (source, destination) = (*expected, *expected.add(2));
+            difference |= read_volatile(now) ^ mixed_prefixes(source, destination, identity_seed::<A>());
+            address(source);
+            address(destination);
+            let (source, destination) = (*expected.add(1), *expected.add(3));
+            difference |= read_volatile(now.add(1)) ^ source;
+            address(source);
+            difference |= read_volatile(now.add(2)) ^ destination;
+            address(destination);
+        } else {
+            let both = *expected;
+            difference |= read_volatile(now) ^ both;
+            address(both);
         }
         let own = difference == 0 && (state & FLOW_UDP != 0) == (protocol == UDP);
         (own && state & FLOW_DEAD == 0).then_some(((last >> 48) as u16, state))

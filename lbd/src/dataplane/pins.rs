@@ -580,9 +580,16 @@ mod tests {
                 let to = Tuple::new((snat, number), (backend, 30443));
                 let key = FlowKey { tuple, segment: 2, protocol: 6, pad: 0 };
                 let reply = FlowKey::reply(&to, 1, 6);
-                let forward = Flow { tuple, segment: 2, next_hop: 1, to, bytes: u64::from(number), ..Flow::ZERO };
+                let forward = Flow {
+                    identity: A::identity(&tuple, [1, 2]),
+                    segment: 2,
+                    next_hop: 1,
+                    to,
+                    bytes: u64::from(number),
+                    ..Flow::ZERO
+                };
                 let reverse = Flow {
-                    tuple: reply.tuple,
+                    identity: A::identity(&reply.tuple, [1, 2]),
                     segment: 1,
                     next_hop: 2,
                     to: tuple.turned(),

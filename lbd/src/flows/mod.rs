@@ -839,7 +839,7 @@ mod tests {
         FlowPair {
             key,
             forward: abi::Flow {
-                tuple,
+                identity: A::identity(&tuple, [1, 2]),
                 segment: 2,
                 next_hop: 3,
                 to,
@@ -1055,7 +1055,7 @@ mod tests {
         fn looks<A: FlowTables>(pair: &FlowPair<A>, matcher: &Matcher<'_>) -> [bool; 3] {
             let reply = FlowKey::reply(&pair.forward.to, 1, pair.key.protocol);
             let reverse = abi::Flow {
-                tuple: reply.tuple,
+                identity: A::identity(&reply.tuple, [1, 2]),
                 to: pair.key.tuple.turned(),
                 frontend: pair.forward.frontend,
                 state: pair.forward.state | FLOW_REVERSE,
