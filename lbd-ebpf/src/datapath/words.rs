@@ -146,7 +146,8 @@ impl<A: Address> Words<A> {
 }
 
 /// What a half says of a packet's way. `None` if the half is dead or another flow's: a hash element can be recycled under its reader, so
-/// the tuple is compared after the copy, in program order.
+/// the tuple is compared after the copy, in program order. That the half lives is looked at on both sides of it: a dead one may be written
+/// over meanwhile by the same client's next connection.
 #[inline(always)]
 pub(crate) fn read<A: Tables>(flow: *const Flow<A>, key: &Key<A>, protocol: u8) -> Option<Way<A>> {
     let mut to = MaybeUninit::<Words<A>>::uninit();
@@ -155,6 +156,9 @@ pub(crate) fn read<A: Tables>(flow: *const Flow<A>, key: &Key<A>, protocol: u8) 
     // SAFETY: a map value, which the verifier checks, and all fields are plain integers; its words are those asserted above, and all
     // of `to` is written.
     unsafe {
+        if read_volatile(&raw const (*flow).state) & FLOW_DEAD != 0 {
+            return None;
+        }
         let (target, source) = (to.as_mut_ptr().cast::<u64>(), (&raw const (*flow).to).cast::<u64>());
         while word < addresses::<A>() {
             let new = read_volatile(source.add(word));
