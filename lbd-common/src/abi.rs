@@ -469,9 +469,8 @@ abi_struct! {
     /// One half of a flow: everything that rewriting a packet needs, for IPv4 in one cache line.
     ///
     /// The kernel keeps 48 bytes before the key, so that an IPv4 key ends a cache line and its value is the next. An IPv6 element is three
-    /// whole lines. `identity`, `segment` and
-    /// [`FLOW_UDP`] repeat the key (of IPv6 the prefixes are mixed): a hash element can be recycled under a reader, who compares them before it trusts `to`. Only
-    /// BPF code writes a live value. The forward half (client → backend) and the reverse half (backend → client) name each other
+    /// whole lines. `identity`, `segment` and [`FLOW_UDP`] repeat the key (of IPv6 the prefixes are mixed): a hash element can be
+    /// recycled under a reader, who compares them before it trusts `to`. Only BPF code writes a live value. The forward half (client → backend) and the reverse half (backend → client) name each other
     /// through `to`.
     pub struct Flow<A> {
         /// The key's addresses and ports: for IPv4 its tuple.
