@@ -22,7 +22,7 @@ mod driver {
         maps::{Array, HashMap, ProgramArray},
         programs::XdpContext,
     };
-    use lbd_common::abi::{FLOW_ENTRIES, Flow, Flow4, Flow6, FlowKey, FlowKey4, FlowKey6};
+    use lbd_common::abi::{FLOW_ENTRIES, Flow, Flow4, Flow6, FlowKey4, Lookup6};
     use lbd_common::packet::{ETHERNET, Family, IPV4, IPV6, IPV6_TCP, Ipv4Tcp, TcpPacket, VLAN_TAG};
     use lbd_common::tcp::{ACK, FIN, RST, SYN};
 
@@ -47,6 +47,10 @@ mod driver {
     #[unsafe(no_mangle)]
     static CLIENTS: Global<u32> = Global::new(0x0a40_0000);
 
+    /// What IPv6 flows are looked up with: the datapath's.
+    #[unsafe(no_mangle)]
+    static SEED: Global<[u64; 2]> = Global::new([0; 2]);
+
     /// The packet to restore; `visitor`: the client's, then the backend's. It is restored byte by byte, as the C driver does in
     /// whose unit the targets are given.
     #[map(name = "template")]
@@ -66,7 +70,7 @@ mod driver {
 
     /// The same of IPv6.
     #[map(name = "flows6")]
-    static FLOWS6: HashMap<FlowKey6, Flow6> = HashMap::with_max_entries(FLOW_ENTRIES, 0);
+    static FLOWS6: HashMap<Lookup6, Flow6> = HashMap::with_max_entries(FLOW_ENTRIES, 0);
 
     /// TCP or UDP over IPv4.
     #[xdp]
@@ -490,13 +494,13 @@ mod driver {
     }
 
     #[inline(always)]
-    fn look_up<A: Family>(context: &XdpContext, flows: &HashMap<FlowKey<A>, Flow<A>>) -> u32 {
+    fn look_up<A: Family>(context: &XdpContext, flows: &HashMap<A::Lookup, Flow<A>>) -> u32 {
         let start = context.data() + ETHERNET;
         if start + size_of::<TcpPacket<A>>() > context.data_end() {
             return xdp_action::XDP_ABORTED;
         }
         // SAFETY: bounds-checked.
-        let key = unsafe { (*(start as *const TcpPacket<A>)).key(1) };
+        let key = unsafe { (*(start as *const TcpPacket<A>)).key(1) }.lookup(SEED.load());
         match flows.get_ptr(key) {
             // SAFETY: a map value, which the verifier checks.
             Some(flow) if unsafe { (*flow).segment } == 1 => xdp_action::XDP_PASS,

@@ -9,7 +9,7 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use aya::maps::Array;
-use lbd_common::abi::{self, Address as _, names};
+use lbd_common::abi::{self, names};
 use lbd_common::packet::{TCP, UDP};
 use lbd_common::reason::Reason;
 use lbd_common::tcp::{ACK, SYN};
@@ -279,8 +279,7 @@ pub fn establish<I: Ip>(datapath: &mut Datapath, kind: &Kind, flows: u32, order:
     };
     let state = abi::FLOW_REPLIED | if kind.protocol == UDP { abi::FLOW_UDP } else { 0 };
     let now = datapath.tick()?;
-    let seed = bench::settings().seed;
-    let mut map = datapath.hash::<abi::FlowKey<I::Address>, abi::Flow<I::Address>>(I::FLOWS)?;
+    let mut map = datapath.flow_table::<I>()?;
     for number in 0..flows {
         let flow = match order {
             Order::AsVisited => number,
@@ -291,7 +290,7 @@ pub fn establish<I: Ip>(datapath: &mut Datapath, kind: &Kind, flows: u32, order:
         let reverse_key = abi::FlowKey::reply(&to, bench::HUB_SEGMENT, kind.protocol);
         let frontend = if kind.frontends == 0 { I::FRONTEND } else { (flow * 31 % kind.frontends) as u16 };
         let forward = abi::Flow {
-            identity: I::Address::identity(&key.tuple, seed),
+            tuple: key.tuple,
             segment: key.segment,
             next_hop: (1000 + flow * 7 % 500) as u16,
             to,
@@ -303,7 +302,7 @@ pub fn establish<I: Ip>(datapath: &mut Datapath, kind: &Kind, flows: u32, order:
             ..abi::Flow::ZERO
         };
         let reverse = abi::Flow {
-            identity: I::Address::identity(&reverse_key.tuple, seed),
+            tuple: reverse_key.tuple,
             segment: reverse_key.segment,
             next_hop: gateway,
             to: from.turned(),
@@ -311,8 +310,8 @@ pub fn establish<I: Ip>(datapath: &mut Datapath, kind: &Kind, flows: u32, order:
             state: state | abi::FLOW_REVERSE,
             ..forward
         };
-        map.insert(key, forward, 0)?;
-        map.insert(reverse_key, reverse, 0)?;
+        map.insert(key.lookup(bench::SEED), forward, 0)?;
+        map.insert(reverse_key.lookup(bench::SEED), reverse, 0)?;
     }
     Ok(())
 }

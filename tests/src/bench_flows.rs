@@ -16,7 +16,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use bytemuck::{Pod, Zeroable};
 use lbd_common::abi::{
     self, Address4, Address6, FLOW_FIN, FLOW_PEER_FIN, FLOW_REPLIED, FLOW_RESET, FLOW_REVERSE, FLOW_UDP, Flow, Flow4,
-    FlowKey, FlowKey4, FlowKey6, Tuple, names,
+    FlowKey, FlowKey4, Tuple, names,
 };
 use serde::Serialize;
 
@@ -123,7 +123,7 @@ impl Bed {
         let array = |name, value, entries| make(name, ARRAY, 4, value, entries);
         let hash = |name, key, value, entries| make(name, HASH, key, value, entries);
         let mut others = vec![
-            hash(names::FLOWS6, size_of::<FlowKey6>(), size_of::<abi::Flow6>(), abi::FLOW_ENTRIES6)?,
+            hash(names::FLOWS6, size_of::<abi::Lookup6>(), size_of::<abi::Flow6>(), abi::FLOW_ENTRIES6)?,
             hash(names::FRONTENDS, size_of::<abi::FrontendKey>(), size_of::<abi::Frontend>(), abi::MAX_FRONTENDS)?,
             array(names::HALF_OPEN4, size_of::<abi::HalfOpenSet<Address4>>(), abi::HALF_OPEN_SETS)?,
             array(names::HALF_OPEN6, size_of::<abi::HalfOpenSet<Address6>>(), abi::HALF_OPEN_SETS)?,
@@ -238,7 +238,7 @@ fn fill(flows: &Map, now: u32) -> Result<()> {
         keys.extend([key, reply]);
         values.extend([
             Flow4 {
-                identity: tuple,
+                tuple,
                 segment: TENANT,
                 next_hop: HUB_HOP as u16,
                 to,
@@ -247,7 +247,7 @@ fn fill(flows: &Map, now: u32) -> Result<()> {
                 ..half
             },
             Flow4 {
-                identity: reply.tuple,
+                tuple: reply.tuple,
                 segment: HUB,
                 next_hop: TENANT_HOP as u16,
                 to: tuple.turned(),

@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::net::Ipv4Addr;
 
-use anyhow::{Context as _, Result, anyhow, bail};
+use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use aya::maps::{Array, HashMap, MapData, PerCpuArray, ProgramArray, Queue};
 use aya::programs::{TestRun as _, TestRunOptions, Xdp};
 use aya::{Ebpf, EbpfLoader};
@@ -71,11 +71,10 @@ impl Datapath {
         for nic in 0..2usize {
             let (base, index) = (nic as u32 * abi::VLANS, ifindex(nic));
             let mut loader = EbpfLoader::new();
-            loader.override_global(abi::GLOBAL_SEGMENT_BASE, &base, true).override_global(
-                abi::GLOBAL_IFINDEX,
-                &index,
-                true,
-            );
+            loader
+                .override_global(abi::GLOBAL_SEGMENT_BASE, &base, true)
+                .override_global(abi::GLOBAL_IFINDEX, &index, true)
+                .override_global(abi::GLOBAL_SEED, &bench::SEED, true);
             for name in [names::FLOWS4, names::AGEING4, names::ENDED4] {
                 loader.map_max_entries(name, abi::flow_entries(max_flows));
             }
@@ -208,14 +207,20 @@ impl Datapath {
         Ok(self.flows::<Ipv4Addr>()?.len())
     }
 
+    /// The flow table of a family: a half is found by [`abi::FlowKey::lookup`] with [`bench::SEED`].
+    pub fn flow_table<I: Ip>(&mut self) -> Result<FlowTable<'_, I>> {
+        self.hash(I::FLOWS)
+    }
+
     /// The live halves of a family.
     pub fn flows<I: Ip>(&mut self) -> Result<Flows<I>> {
-        let flows = self.hash::<abi::FlowKey<I::Address>, abi::Flow<I::Address>>(I::FLOWS)?;
+        let flows = self.flow_table::<I>()?;
         let mut live = BTreeMap::new();
         for entry in &flows {
-            let (key, flow) = entry?;
+            let (lookup, flow) = entry?;
+            ensure!(lookup == flow.key().lookup(bench::SEED), "{flow:?} is nowhere to be found");
             if flow.state & abi::FLOW_DEAD == 0 {
-                live.insert(key, flow);
+                live.insert(flow.key(), flow);
             }
         }
         Ok(live)
@@ -224,10 +229,10 @@ impl Datapath {
     /// Changes the halves of a family from outside, as nothing runs meanwhile.
     pub fn change_flows<I: Ip>(&mut self, mut change: impl FnMut(&mut abi::Flow<I::Address>)) -> Result<()> {
         let halves = self.flows::<I>()?;
-        let mut map = self.hash::<abi::FlowKey<I::Address>, abi::Flow<I::Address>>(I::FLOWS)?;
+        let mut map = self.flow_table::<I>()?;
         for (key, mut flow) in halves {
             change(&mut flow);
-            map.insert(key, flow, 0)?;
+            map.insert(key.lookup(bench::SEED), flow, 0)?;
         }
         Ok(())
     }
@@ -287,6 +292,10 @@ impl Datapath {
         Ok((self.control(&request)?.jiffies >> abi::TICK_SHIFT) as u32)
     }
 }
+
+/// The flow table of one family.
+pub type FlowTable<'a, I> =
+    HashMap<&'a mut MapData, <<I as Ip>::Address as abi::Address>::Lookup, abi::Flow<<I as Ip>::Address>>;
 
 /// Halves of flows of one family.
 pub type Flows<I> = BTreeMap<abi::FlowKey<<I as Ip>::Address>, abi::Flow<<I as Ip>::Address>>;
@@ -353,7 +362,7 @@ pub mod bench {
     /// An address of one family, and what the bench has in that family.
     pub trait Ip: Packets + Copy + Debug + Display + Eq + Ord + Into<IpAddr> + Send + Sync + 'static {
         /// As the maps have it.
-        type Address: Family<Ip = Self>;
+        type Address: Family<Ip = Self, Lookup: aya::Pod>;
         /// Whether this is IPv6.
         const IS_V6: bool = <Self::Address as abi::Address>::IS_V6;
         /// Name of the family's flow map.
@@ -520,11 +529,14 @@ pub mod bench {
         10 + index as u16
     }
 
+    /// The seed of the maps and of the programs over them.
+    pub const SEED: [u64; 2] = [0x0123_4567_89ab_cdef, 0xfedc_ba98_7654_3210];
+
     /// Settings with the design's timeouts.
     pub fn settings() -> abi::Settings {
         abi::Settings {
             abi: abi::ABI_VERSION,
-            seed: [0x0123_4567_89ab_cdef, 0xfedc_ba98_7654_3210],
+            seed: SEED,
             ticks_per_second_256: TICKS_PER_SECOND * 256,
             tombstone: 75 * TICKS_PER_SECOND,
             grace: 2,

@@ -8,7 +8,7 @@ use aya::programs::{ProgramFd, TestRun as _, TestRunOptions, Xdp};
 use aya::{Ebpf, EbpfLoader};
 use lbd_common::abi::{self, names};
 
-use crate::datapath::{Datapath, Outcome};
+use crate::datapath::{Datapath, Outcome, bench};
 
 /// Length of a template.
 const TEMPLATE: usize = 80;
@@ -40,6 +40,7 @@ impl Driver {
         for (name, value) in constants {
             loader.override_global(name, value, true);
         }
+        loader.override_global(abi::GLOBAL_SEED, &bench::SEED, true);
         loader.map_max_entries(names::FLOWS4, abi::flow_entries(datapath.max_flows()));
         loader.map_max_entries(names::FLOWS6, abi::flow_entries(datapath.max_flows_v6()));
         for shared in [names::FLOWS4, names::FLOWS6, "owners", "claims", "gate"] {

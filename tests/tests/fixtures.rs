@@ -742,7 +742,7 @@ fn flows_end_by_the_clock_hand_and_both_halves_together() -> Result<()> {
     datapath.array(names::SETTINGS)?.set(0, quick, 0)?;
     age(&datapath, 8)?;
     let flows = datapath.hash::<abi::FlowKey4, abi::Flow4>(names::FLOWS4)?;
-    let left: Vec<u16> = flows.iter().map(|entry| Ok(entry?.1.identity.source_port_be)).collect::<Result<_>>()?;
+    let left: Vec<u16> = flows.iter().map(|entry| Ok(entry?.1.tuple.source_port_be)).collect::<Result<_>>()?;
     assert_eq!(left.len(), 2, "both halves of the closed flow are gone, the other flow is whole");
     assert_eq!(used(&mut datapath)?, 1);
     forwarded(&datapath, HUB_NIC, &answer(&idle, ACK, BACKEND_SEQUENCE + 1))?;
@@ -801,7 +801,7 @@ fn a_marked_flow_is_absent_at_once_and_deleted_after_the_grace() -> Result<()> {
         protocol: 6,
         pad: 0,
     };
-    let request = abi::ControlRequest { command: abi::control::MARK, key, ..abi::ControlRequest::ZERO };
+    let request = abi::ControlRequest::mark(key);
     assert_eq!(datapath.control(&request)?.result, 1);
     assert_eq!(datapath.control(&request)?.result, 0, "it is marked once");
     assert_eq!(datapath.live_halves()?, 0);

@@ -588,7 +588,7 @@ fn a41_the_last_ports_of_a_range_that_is_99_percent_used_are_found() -> Result<(
         let key = abi::FlowKey4 { tuple: from, segment: bench::TENANT_SEGMENT, protocol: TCP, pad: 0 };
         let reverse_key = abi::FlowKey4::reply(&to, bench::HUB_SEGMENT, TCP);
         let forward = abi::Flow4 {
-            identity: from,
+            tuple: from,
             segment: key.segment,
             next_hop: bench::node_hop(0),
             to,
@@ -598,7 +598,7 @@ fn a41_the_last_ports_of_a_range_that_is_99_percent_used_are_found() -> Result<(
             ..abi::Flow4::ZERO
         };
         let reverse = abi::Flow4 {
-            identity: reverse_key.tuple,
+            tuple: reverse_key.tuple,
             segment: reverse_key.segment,
             to: from.turned(),
             state: abi::FLOW_REPLIED | abi::FLOW_REVERSE,

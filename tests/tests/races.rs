@@ -108,9 +108,7 @@ fn read_while_others_come_and_go<I: Ip>(watched: (I, u16), others: &[(I, u16)]) 
         Ok(Some(syn))
     };
     let retire = |source| -> Result<()> {
-        let command = if I::IS_V6 { abi::control::MARK6 } else { abi::control::MARK };
-        let mark = abi::ControlRequest { command, key: key(source), ..abi::ControlRequest::ZERO };
-        datapath.control(&mark)?;
+        datapath.control(&abi::ControlRequest::mark(key(source)))?;
         datapath.control(&abi::ControlRequest::<I::Address> {
             command: abi::control::AGE,
             count: 16,

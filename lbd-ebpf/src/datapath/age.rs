@@ -17,7 +17,7 @@ use lbd_common::tcp;
 use super::context::{ANY, copy_words, fetch_add};
 use super::flags::{mark, unmark};
 use super::maps::{FRONTEND_OWNERS, NEXT_HOPS, SETTINGS, TENANT_USE, TENANTS, TIMEOUTS, Tables};
-use super::words::is_turned;
+use super::words::Key;
 
 /// Marks both halves dead, given the forward half. True if the flow was alive.
 #[inline(always)]
@@ -31,8 +31,8 @@ fn reverse_of<A: Tables>(forward: *const Flow<A>) -> Option<*mut Flow<A>> {
     // SAFETY: map values, which the verifier checks. Nobody changes where a flow leads.
     unsafe {
         let key = reply_key(&raw const (*forward).to, (*forward).next_hop, (*forward).state)?;
-        let reverse = A::flows().get_ptr_mut(key)?;
-        is_turned(forward, &raw const (*reverse).to).then_some(reverse)
+        let reverse = Key::of(key).flow()?;
+        (*forward).tuple.is(&(*reverse).to.turned()).then_some(reverse)
     }
 }
 
@@ -180,7 +180,7 @@ pub(crate) fn bury<A: Tables>(now: u32) -> u64 {
 /// Makes this CPU the one that deletes a dead half. False if its client's next connection is being written over it, or has been since
 /// it was looked at.
 #[inline(always)]
-fn take_dead<A: Tables>(half: *mut Flow<A>) -> bool {
+pub(crate) fn take_dead<A: Tables>(half: *mut Flow<A>) -> bool {
     let before = mark(half, FLOW_BUSY);
     if before & (FLOW_BUSY | FLOW_DEAD) == 0 {
         unmark(half, FLOW_BUSY);
@@ -194,7 +194,7 @@ fn take_dead<A: Tables>(half: *mut Flow<A>) -> bool {
 ///
 /// `forward` is a map value.
 #[inline(always)]
-unsafe fn delete<A: Tables>(forward: *mut Flow<A>, key: &FlowKey<A>) {
+unsafe fn delete<A: Tables>(forward: *mut Flow<A>, key: &A::Lookup) {
     // SAFETY: map values, which the verifier checks.
     unsafe {
         if !take_dead(forward) {
@@ -204,8 +204,7 @@ unsafe fn delete<A: Tables>(forward: *mut Flow<A>, key: &FlowKey<A>) {
             && take_dead(reverse)
             && let Some(making) = A::making()
         {
-            let reply: &FlowKey<A> = &(*making).reply;
-            let _ = A::flows().remove(reply);
+            Key::of(&raw const (*making).reply).remove();
         }
         let _ = A::flows().remove(key);
     }

@@ -11,7 +11,7 @@ use super::age::kill;
 use super::context::{at, now, opaque};
 use super::maps::Tables;
 use super::migrate;
-use super::words::{Key, is_alive};
+use super::words::Key;
 
 /// Entries of each family that one run ages at the most.
 const AGE_STEPS: u32 = 64;
@@ -61,9 +61,8 @@ fn kill_flow<A: Tables>(context: &XdpContext) -> u32 {
     // SAFETY: `at` has bounds-checked the request.
     let request = unsafe { &mut *request };
     request.result = 0;
-    if let Some(flow) = A::flows().get_ptr_mut(request.key)
-        && is_alive(flow, &Key(request.key), request.key.protocol)
-    {
+    // SAFETY: a key in a packet, checked.
+    if let Some(flow) = unsafe { Key::of(&raw const request.key) }.live() {
         request.result = u64::from(kill(flow, now()));
     }
     xdp_action::XDP_PASS

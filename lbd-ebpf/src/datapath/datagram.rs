@@ -56,7 +56,8 @@ pub(crate) fn datagram<A: Tables>(context: &XdpContext) -> Outcome {
     match made {
         Ok(()) => promoted(frontend),
         // Another CPU was faster with the same client's datagram: its flow is there now.
-        Err(Reason::TupleInUse) if A::flows().get_ptr(key).is_some() => {
+        // SAFETY: a key in a map.
+        Err(Reason::TupleInUse) if unsafe { Key::of(key) }.live().is_some() => {
             return arrival.go(context, A::STAGES.replied);
         }
         Err(reason) => return Err(no(reason)),
@@ -74,7 +75,8 @@ pub(crate) fn replied<A: Tables>(context: &XdpContext) -> Outcome {
     let packet = udp_packet::<A>(context).map_err(|reason| refuse(reason, arrival.segment.tenant))?;
     // SAFETY: `udp_packet` has bounds-checked the headers.
     let packet = unsafe { &mut *packet };
-    let key = Key::new(packet.tuple_mut(), arrival.segment.id, UDP);
+    // SAFETY: the tuple of a checked packet, which stays as it is until the half is read.
+    let key = unsafe { Key::new(packet.tuple_mut(), arrival.segment.id, UDP) };
     let Some(flow) = key.flow() else { return arrival.go(context, A::STAGES.datagram) };
     if let Some(way) = read(flow, &key, UDP)
         && way.state & (FLOW_REVERSE | FLOW_REPLIED) == FLOW_REVERSE

@@ -78,7 +78,8 @@ fn transport<A: Tables>(context: &XdpContext, arrival: &Arrival) -> Outcome {
             if packet.verify(available(context, ETHERNET)).is_err() {
                 return arrival.go(context, STAGE_LOCAL);
             }
-            let key = Key::new(packet.tuple_mut(), arrival.segment.id, TCP);
+            // SAFETY: the tuple of a checked packet, which stays as it is until the half is read.
+            let key = unsafe { Key::new(packet.tuple_mut(), arrival.segment.id, TCP) };
             let Some(flow) = key.flow() else {
                 return unknown::<A>(context, arrival, packet.tcp.flags);
             };
@@ -98,7 +99,8 @@ fn transport<A: Tables>(context: &XdpContext, arrival: &Arrival) -> Outcome {
             if packet.verify(available(context, ETHERNET)).is_err() {
                 return arrival.go(context, STAGE_LOCAL);
             }
-            let key = Key::new(packet.tuple_mut(), arrival.segment.id, UDP);
+            // SAFETY: as above.
+            let key = unsafe { Key::new(packet.tuple_mut(), arrival.segment.id, UDP) };
             if let Some(flow) = key.flow()
                 && let Some(outcome) = translate(context, arrival, packet, flow, &key, true)
             {

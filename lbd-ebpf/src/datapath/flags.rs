@@ -10,7 +10,7 @@ use super::age::{kill, reply_key};
 use super::context::{Arrival, Outcome, count, fetch_and, fetch_or, now, refuse, tcp_packet};
 use super::edge::{tenant_of, translate, unknown};
 use super::maps::{BACKENDS, Tables};
-use super::words::{Key, is_alive, read};
+use super::words::{Key, read};
 
 /// Follows the state of a flow, then translates.
 #[inline(always)]
@@ -23,7 +23,8 @@ pub(crate) fn flags<A: Tables>(context: &XdpContext) -> Outcome {
     if !tcp::valid_flags(bits) {
         return Err(refuse(Reason::BadFlags, arrival.segment.tenant));
     }
-    let key = Key::new(packet.tuple_mut(), arrival.segment.id, TCP);
+    // SAFETY: the tuple of a checked packet, which stays as it is until the half is read.
+    let key = unsafe { Key::new(packet.tuple_mut(), arrival.segment.id, TCP) };
     let Some(flow) = key.flow() else { return unknown::<A>(context, &arrival, bits) };
     let Some(way) = read(flow, &key, TCP) else { return unknown::<A>(context, &arrival, bits) };
     let (to, next_hop, state) = (&way.to.0, way.next_hop, way.state);
@@ -107,11 +108,8 @@ pub(crate) fn unmark<A: Address>(flow: *mut Flow<A>, bits: u16) {
 /// The other half of a flow, given what this half says.
 #[inline(always)]
 pub(crate) fn other<A: Tables>(to: &Tuple<A>, next_hop: u16, state: u16) -> Option<*mut Flow<A>> {
-    // SAFETY: a tuple on the stack.
-    let key = unsafe { reply_key(to, next_hop, state)? };
-    let flow = A::flows().get_ptr_mut(key)?;
-    // SAFETY: `reply_key` gives [`Making::reply`].
-    is_alive(flow, unsafe { Key::in_making(key) }, key.protocol).then_some(flow)
+    // SAFETY: a tuple on the stack; what `reply_key` gives lies in a map.
+    unsafe { Key::of(reply_key(to, next_hop, state)?).live() }
 }
 
 #[inline(always)]

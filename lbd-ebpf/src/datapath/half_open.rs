@@ -14,11 +14,11 @@ use lbd_common::packet::{TCP, UDP};
 use lbd_common::reason::Reason;
 use lbd_common::tcp;
 
-use super::age::{PUT_BACK, charge, enqueue, family_use, write_reply};
+use super::age::{PUT_BACK, charge, enqueue, family_use, take_dead, write_reply};
 use super::context::{budgets, compare_and_swap, copy_words, exchange, fetch_add, opaque};
-use super::flags::mark;
+use super::flags::unmark;
 use super::maps::{SETTINGS, TENANT_USE, TENANTS, Tables};
-use super::words::identity_seed;
+use super::words::Key;
 
 /// A record that was found or claimed.
 pub(crate) struct Found<A: Address> {
@@ -445,7 +445,7 @@ fn reverse_is_free<A: Tables>(making: *mut Making<A>) -> bool {
     unsafe {
         let to = &raw const (*making).to;
         let reply = write_reply(making, to, (*making).backend_segment, (*making).protocol as u8);
-        let Some(flow) = A::flows().get_ptr(reply) else { return true };
+        let Some(flow) = Key::of(reply).flow() else { return true };
         let client = &(*making).key.tuple;
         let same_client = (*flow).to.destination_port_be == client.source_port_be
             && (*flow).to.source_port_be == client.destination_port_be
@@ -646,14 +646,19 @@ pub(crate) fn insert<A: Tables>(length: u32, sequence: u32, acknowledged: u32, s
         return TENANT_FLOWS;
     }
     let (forward, reverse) = (states as u16, (states >> 16) as u16);
-    if !enqueue(&AgeEntry { key: *key, created: now }) {
+    // SAFETY: a key in a map.
+    let lookup = unsafe { Key::of(key) };
+    if !enqueue(&AgeEntry::<A> { key: *lookup.lookup(), created: now }) {
         return TABLE_FULL;
     }
     let protocol = if forward & FLOW_UDP != 0 { UDP } else { TCP };
-    let reverse_key = FlowKey::reply(&record.to, record.backend_segment, protocol);
-    let seed = identity_seed::<A>();
-    half.identity = A::identity(&reverse_key.tuple, seed);
-    half.segment = reverse_key.segment;
+    // SAFETY: this CPU's value.
+    let reverse_lookup = unsafe {
+        let reply = write_reply(making, &raw const record.to, record.backend_segment, protocol);
+        copy_words(&raw const reply.tuple, &raw mut half.tuple);
+        Key::of(reply)
+    };
+    half.segment = record.backend_segment;
     half.next_hop = record.client_next_hop;
     half.to = record.client.turned();
     half.last_seen = now;
@@ -665,13 +670,15 @@ pub(crate) fn insert<A: Tables>(length: u32, sequence: u32, acknowledged: u32, s
     half.frontend = record.frontend;
     half.packets_high = 0;
     half.state = FLOW_REVERSE | reverse;
-    let put_reverse = put::<A>(&reverse_key, half);
+    let put_reverse = put(&reverse_lookup, half);
     if put_reverse != INSERTED {
         return put_reverse;
     }
     // SAFETY: this CPU's value.
-    unsafe { copy_words(&raw const record.to, &raw mut half.to) };
-    half.identity = A::identity(&key.tuple, seed);
+    unsafe {
+        copy_words(&raw const record.to, &raw mut half.to);
+        copy_words(&raw const key.tuple, &raw mut half.tuple);
+    }
     half.segment = key.segment;
     half.next_hop = record.backend_next_hop;
     half.bytes = u64::from(length);
@@ -680,10 +687,10 @@ pub(crate) fn insert<A: Tables>(length: u32, sequence: u32, acknowledged: u32, s
     half.acknowledged = acknowledged;
     half.own = Flow::<A>::forward_own(now, record.backend);
     half.state = forward;
-    let put_forward = put::<A>(key, half);
+    let put_forward = put(&lookup, half);
     if put_forward != INSERTED {
         // Nobody has read the reverse half yet: no packet of the backend can be under way on it.
-        let _ = A::flows().remove(reverse_key);
+        reverse_lookup.remove();
         return put_forward;
     }
     charge::<A>(record.tenant, forward, 1);
@@ -693,14 +700,19 @@ pub(crate) fn insert<A: Tables>(length: u32, sequence: u32, acknowledged: u32, s
 /// Inserts a half. What stands at its key is a dead half of the same client (its SYN killed the flow, see [`super::flags`], and
 /// [`reverse_is_free`] lets nothing else be): it is written over in place, dead until the last word.
 #[inline(always)]
-pub(crate) fn put<A: Tables>(key: &FlowKey<A>, half: &Flow<A>) -> u64 {
-    if A::flows().insert(key, half, u64::from(BPF_NOEXIST)).is_ok() {
+pub(crate) fn put<A: Tables>(key: &Key<A>, half: &Flow<A>) -> u64 {
+    if A::flows().insert(key.lookup(), half, u64::from(BPF_NOEXIST)).is_ok() {
         return INSERTED;
     }
-    let Some(old) = A::flows().get_ptr_mut(key) else { return TABLE_FULL };
+    let Some(old) = key.flow() else { return TABLE_FULL };
+    if !take_dead(old) {
+        return TUPLE_IN_USE;
+    }
     // SAFETY: a map value, which the verifier checks; FLOW_BUSY makes this CPU its only writer.
     unsafe {
-        if (*old).state & FLOW_DEAD == 0 || mark(old, FLOW_BUSY) & FLOW_BUSY != 0 {
+        if !(*old).tuple.is(&half.tuple) {
+            // A half that looks like it (of IPv6).
+            unmark(old, FLOW_BUSY);
             return TUPLE_IN_USE;
         }
         (*old).next_hop = half.next_hop;

@@ -8,9 +8,9 @@ use aya_ebpf::{
 };
 use lbd_common::abi::{
     self, Address4, Address6, AddressKey, AgeEntry, AgeEntry4, AgeEntry6, Backend, BackendUse, Flow, Flow4, Flow6,
-    FlowKey, FlowKey4, FlowKey6, Frontend, FrontendEvents, FrontendKey, FrontendOwner, HalfOpenSet, HalfOpenSet4,
-    HalfOpenSet6, HintLine, LocalAddress, MaglevChunk, Making, Making4, Making6, NextHop, Scratch, Segment, Settings,
-    Tenant, TenantUse, Timeouts, Traffic,
+    FlowKey4, Frontend, FrontendEvents, FrontendKey, FrontendOwner, HalfOpenSet, HalfOpenSet4, HalfOpenSet6, HintLine,
+    LocalAddress, Lookup6, MaglevChunk, Making, Making4, Making6, NextHop, Scratch, Segment, Settings, Tenant,
+    TenantUse, Timeouts, Traffic,
 };
 use lbd_common::packet::Family;
 
@@ -22,7 +22,7 @@ pub(crate) static FLOWS4: HashMap<FlowKey4, Flow4> = HashMap::with_max_entries(a
 
 /// Both halves of every IPv6 flow.
 #[map(name = "flows6")]
-pub(crate) static FLOWS6: HashMap<FlowKey6, Flow6> = HashMap::with_max_entries(abi::FLOW_ENTRIES6, 0);
+pub(crate) static FLOWS6: HashMap<Lookup6, Flow6> = HashMap::with_max_entries(abi::FLOW_ENTRIES6, 0);
 
 /// The clock hand of IPv4 flows.
 #[map(name = "ageing4")]
@@ -156,7 +156,7 @@ pub(crate) trait Tables: Family {
     /// Its stages.
     const STAGES: FamilyStages;
 
-    fn flows() -> &'static HashMap<FlowKey<Self>, Flow<Self>>;
+    fn flows() -> &'static HashMap<Self::Lookup, Flow<Self>>;
     fn ageing() -> &'static Queue<AgeEntry<Self>>;
     fn ended() -> &'static Queue<AgeEntry<Self>>;
     fn half_open() -> &'static Array<HalfOpenSet<Self>>;
@@ -204,7 +204,7 @@ macro_rules! tables {
             };
 
             #[inline(always)]
-            fn flows() -> &'static HashMap<FlowKey<Self>, Flow<Self>> {
+            fn flows() -> &'static HashMap<Self::Lookup, Flow<Self>> {
                 &$flows
             }
             #[inline(always)]

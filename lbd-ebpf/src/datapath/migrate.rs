@@ -13,7 +13,7 @@ use super::context::{at, fetch_add, now};
 use super::flags::mark;
 use super::half_open::{INSERTED, put, take_over};
 use super::maps::{FRONTEND_EVENTS, FRONTEND_OWNERS, REASONS, TRAFFIC, Tables};
-use super::words::{Key, is_alive};
+use super::words::Key;
 
 /// Inserts a half that the programs of before have made.
 #[inline(always)]
@@ -25,10 +25,12 @@ pub(crate) fn restore<A: Tables>(context: &XdpContext) -> u32 {
     let (request, key, half) = unsafe { (&mut *request, &mut (*making).key, &mut (*making).half) };
     (*key, *half) = (request.request.key, request.flow);
     request.request.result = 0;
-    if put(key, half) == INSERTED {
+    // SAFETY: a key in a map.
+    let key = unsafe { Key::of(key) };
+    if put(&key, half) == INSERTED {
         request.request.result = 1;
         if half.state & FLOW_REVERSE == 0 {
-            enqueue(&AgeEntry { key: *key, created: half.created() });
+            enqueue(&AgeEntry::<A> { key: *key.lookup(), created: half.created() });
             if half.state & FLOW_DEAD == 0
                 && let Some(owner) = FRONTEND_OWNERS.get(u32::from(half.frontend))
             {
@@ -47,9 +49,8 @@ pub(crate) fn grow<A: Tables>(context: &XdpContext) -> u32 {
     let request = unsafe { &mut *request };
     request.request.result = 0;
     let old = &request.flow;
-    if let Some(flow) = A::flows().get_ptr_mut(request.request.key)
-        && is_alive(flow, &Key(request.request.key), request.request.key.protocol)
-    {
+    // SAFETY: a key in a packet, checked.
+    if let Some(flow) = unsafe { Key::of(&raw const request.request.key) }.live() {
         request.request.result = 1;
         // SAFETY: a map value, which the verifier checks. As on the hot path, a lost race costs a count.
         unsafe {

@@ -42,6 +42,10 @@ pub(crate) static SEGMENT_BASE: Global<u32> = Global::new(0);
 #[unsafe(no_mangle)]
 pub(crate) static IFINDEX: Global<u32> = Global::new(0);
 
+/// [`Settings::seed`](lbd_common::abi::Settings::seed), at hand for each packet: what the flow table is asked for is made with it. Set at load.
+#[unsafe(no_mangle)]
+pub(crate) static SEED: Global<[u64; 2]> = Global::new([0; 2]);
+
 /// The program at the NIC.
 #[xdp]
 pub(crate) fn lbd_edge(context: XdpContext) -> u32 {

@@ -2,9 +2,8 @@
 
 use aya_ebpf::programs::XdpContext;
 use lbd_common::abi::{
-    FLOW_ADOPTED, FLOW_DEAD, FLOW_FIN, FLOW_PEER_FIN, FLOW_REPLIED, FRONTEND_ADOPT, FlowKey, Frontend,
-    HALF_OPEN_ANSWERED, HALF_OPEN_ATTEMPT_SHIFT, HalfOpen, Making, NextHop, SETTING_MIGRATING, STAGE_LOCAL, Settings,
-    Tuple,
+    FLOW_ADOPTED, FLOW_FIN, FLOW_PEER_FIN, FLOW_REPLIED, FRONTEND_ADOPT, FlowKey, Frontend, HALF_OPEN_ANSWERED,
+    HALF_OPEN_ATTEMPT_SHIFT, HalfOpen, Making, NextHop, SETTING_MIGRATING, STAGE_LOCAL, Settings, Tuple,
 };
 use lbd_common::breaker;
 use lbd_common::half_open as tag;
@@ -26,6 +25,7 @@ use super::context::{
 use super::edge::count_traffic;
 use super::half_open::{First, Found, allocate, of_backend, of_client, promote};
 use super::maps::{BACKEND_USE, Tables};
+use super::words::Key;
 
 /// What all of this stage works with. The client's key, and where the packet shall go, are in `making`.
 struct Packet<'a, A: Tables> {
@@ -338,8 +338,8 @@ pub(crate) fn answer<A: Tables>(context: &XdpContext) -> Outcome {
 /// same time (a client's bare ACK and its first data), and its half-open record is gone.
 #[inline(always)]
 fn is_made<A: Tables>(key: &FlowKey<A>) -> bool {
-    // SAFETY: a map value, which the verifier checks.
-    A::flows().get_ptr(key).is_some_and(|flow| unsafe { (*flow).state & FLOW_DEAD == 0 })
+    // SAFETY: a key in [`Making`].
+    unsafe { Key::of(key) }.live().is_some()
 }
 
 /// The same for a backend's packet, whose tuple turned around is in [`Making::key`].

@@ -8,20 +8,28 @@ use core::mem::{MaybeUninit, offset_of};
 use core::ptr::{read_volatile, write_volatile};
 
 use lbd_common::abi::{
-    Address, Address4, Address6, FLOW_DEAD, FLOW_UDP, Flow, FlowKey, Identity6, Making, Tuple, mixed_prefixes,
+    Address, Address4, Address6, FLOW_DEAD, FLOW_UDP, Flow, FlowKey, Lookup6, Tuple, mixed_interfaces, mixed_prefixes,
 };
 use lbd_common::checksum::{Change, WordSums};
 use lbd_common::packet::UDP;
 
-use super::maps::{SETTINGS, Tables};
+use super::SEED;
+use super::maps::Tables;
 
 /// A tuple at a whole word. Both families' end with half a word, their ports.
 #[repr(C, align(8))]
 pub(crate) struct Words<A: Address>(pub(crate) Tuple<A>);
 
-/// A key at a whole word, which is whole words.
+/// What the flow table is asked for, at a whole word. Its last word is ports, segment and protocol.
 #[repr(C, align(8))]
-pub(crate) struct Key<A: Address>(pub(crate) FlowKey<A>);
+struct Lookup<A: Address>(A::Lookup);
+
+/// A half's key: what the flow table is asked for, and the tuple that the half must have.
+pub(crate) struct Key<A: Address> {
+    lookup: Lookup<A>,
+    /// Lies in a packet or a map, unchanged for as long as the key is used.
+    tuple: *const Tuple<A>,
+}
 
 /// What a half says of a packet's way, copied out.
 pub(crate) struct Way<A: Address> {
@@ -40,56 +48,81 @@ const fn addresses<A: Address>() -> usize {
     size_of::<Tuple<A>>() / 8
 }
 
-/// Whole words of an identity, before the ports.
-const fn identity_words<A: Address>() -> usize {
-    size_of::<A::Identity>() / 8
-}
-
 /// Words are put together and shifted as they lie in memory.
 const _: () = assert!(cfg!(target_endian = "little"));
 const _: () = assert!(size_of::<Tuple<Address4>>() == 8 + 4 && size_of::<Tuple<Address6>>() == 4 * 8 + 4);
 const _: () = assert!(size_of::<Tuple<Address6>>() as u64 / 8 == WordSums::WORDS);
-const _: () = assert!(size_of::<FlowKey<Address4>>() == 2 * 8 && size_of::<FlowKey<Address6>>() == 5 * 8);
-const _: () = assert!(offset_of!(FlowKey<Address4>, segment) == 12 && offset_of!(FlowKey<Address6>, segment) == 36);
-const _: () = assert!(offset_of!(Flow<Address4>, identity) == 0 && offset_of!(Flow<Address6>, identity) == 0);
-const _: () = assert!(size_of::<Identity6>() == 3 * 8 + 4 && offset_of!(Identity6, prefixes) == 0);
-const _: () = assert!(offset_of!(Identity6, source_interface_be) == 8);
-const _: () = assert!(offset_of!(Identity6, destination_interface_be) == 2 * 8);
-const _: () = assert!(offset_of!(Flow<Address4>, segment) == 12 && offset_of!(Flow<Address6>, segment) == 28);
-const _: () = assert!(offset_of!(Flow<Address4>, next_hop) == 14 && offset_of!(Flow<Address6>, next_hop) == 30);
+const _: () = assert!(size_of::<FlowKey<Address4>>() == 2 * 8 && size_of::<Lookup6>() == 3 * 8);
+const _: () = assert!(offset_of!(FlowKey<Address4>, segment) == 12 && offset_of!(Lookup6, segment) == 20);
+const _: () = assert!(offset_of!(Lookup6, interfaces) == 8 && offset_of!(Lookup6, source_port_be) == 2 * 8);
+const _: () = assert!(offset_of!(Flow<Address4>, tuple) == 0 && offset_of!(Flow<Address6>, tuple) == 0);
+const _: () = assert!(offset_of!(Flow<Address4>, segment) == 12 && offset_of!(Flow<Address6>, segment) == 36);
+const _: () = assert!(offset_of!(Flow<Address4>, next_hop) == 14 && offset_of!(Flow<Address6>, next_hop) == 38);
 const _: () = assert!(offset_of!(Flow<Address4>, to) % 8 == 0 && offset_of!(Flow<Address6>, to) % 8 == 0);
-const _: () = assert!(offset_of!(Making<Address4>, reply) % 8 == 0 && offset_of!(Making<Address6>, reply) % 8 == 0);
 
 impl<A: Address> Key<A> {
-    /// The key of a packet's flow, from where its tuple lies ([`TcpPacket::tuple_mut`](lbd_common::packet::TcpPacket::tuple_mut)).
-    #[inline(always)]
-    pub(crate) fn new(tuple: &Tuple<A>, segment: u16, protocol: u8) -> Self {
-        let tuple = &raw const *tuple;
-        let mut key = MaybeUninit::<Self>::uninit();
-        let mut word = 0;
-        // SAFETY: whole words of the tuple, then its ports and what a key has behind them: all bytes of a key. Packets are read
-        // unaligned: see `lbd_common::packet`.
-        unsafe {
-            let words = key.as_mut_ptr().cast::<u64>();
-            while word < addresses::<A>() {
-                words.add(word).write(read_volatile(tuple.cast::<u64>().add(word)));
-                word += 1;
-            }
-            let ports = read_volatile(tuple.cast::<u32>().add(2 * word));
-            words.add(word).write(u64::from(ports) | u64::from(segment) << 32 | u64::from(protocol) << 48);
-            key.assume_init()
-        }
-    }
-
-    /// The key in [`Making::reply`].
+    /// The key of a packet's flow or of a half, from where its tuple lies.
     ///
     /// # Safety
     ///
-    /// It lies there.
+    /// `tuple` is part of a packet, checked, or of a map value. The stack would not do: it is read unaligned.
     #[inline(always)]
-    pub(crate) unsafe fn in_making(key: &FlowKey<A>) -> &Self {
-        // SAFETY: the caller's; it lies at a whole word, as asserted above.
-        unsafe { &*(&raw const *key).cast() }
+    pub(crate) unsafe fn new(tuple: *const Tuple<A>, segment: u16, protocol: u8) -> Self {
+        let mut lookup = MaybeUninit::<Lookup<A>>::uninit();
+        // SAFETY: whole words of the tuple, then its ports and what a key has behind them: all bytes of what is asked for.
+        unsafe {
+            let words = lookup.as_mut_ptr().cast::<u64>();
+            let address = |word| read_volatile(tuple.cast::<u64>().add(word));
+            let last = if A::IS_V6 {
+                let seed = SEED.load();
+                words.write(mixed_prefixes(address(0), address(2), seed));
+                words.add(1).write(mixed_interfaces(address(1), address(3), seed));
+                words.add(2)
+            } else {
+                words.write(address(0));
+                words.add(1)
+            };
+            let ports = read_volatile(tuple.cast::<u32>().add(2 * addresses::<A>()));
+            last.write(u64::from(ports) | u64::from(segment) << 32 | u64::from(protocol) << 48);
+            Self { lookup: lookup.assume_init(), tuple }
+        }
+    }
+
+    /// The same of a key.
+    ///
+    /// # Safety
+    ///
+    /// As of [`Self::new`].
+    #[inline(always)]
+    pub(crate) unsafe fn of(key: *const FlowKey<A>) -> Self {
+        // SAFETY: the caller's.
+        unsafe { Self::new(&raw const (*key).tuple, (*key).segment, (*key).protocol) }
+    }
+
+    /// What the flow table is asked for.
+    #[inline(always)]
+    pub(crate) const fn lookup(&self) -> &A::Lookup {
+        &self.lookup.0
+    }
+
+    /// Ports, segment and protocol.
+    #[inline(always)]
+    fn last(&self) -> u64 {
+        // SAFETY: the last word, as asserted above.
+        unsafe { *(&raw const self.lookup).cast::<u64>().add(size_of::<A::Lookup>() / 8 - 1) }
+    }
+
+    /// A whole word of the addresses.
+    #[inline(always)]
+    fn address(&self, word: usize) -> u64 {
+        // SAFETY: the tuple lies where it can be read unaligned; IPv4's addresses are the first word of what is asked for, too.
+        unsafe {
+            if A::IS_V6 {
+                read_volatile(self.tuple.cast::<u64>().add(word))
+            } else {
+                *(&raw const self.lookup).cast::<u64>().add(word)
+            }
+        }
     }
 }
 
@@ -118,12 +151,24 @@ fn subtract<A: Address>(sum: u64, word: u64) -> u64 {
 }
 
 impl<A: Tables> Key<A> {
-    /// The half in the table with this key.
+    /// What the table has for this key: this half, or (of IPv6) one that looks like it.
     #[inline(always)]
     pub(crate) fn flow(&self) -> Option<*mut Flow<A>> {
         // By reference: the map would copy a key that it is given.
-        let key: &FlowKey<A> = &self.0;
-        A::flows().get_ptr_mut(key)
+        A::flows().get_ptr_mut(self.lookup())
+    }
+
+    /// This half, if it is alive.
+    #[inline(always)]
+    pub(crate) fn live(&self) -> Option<*mut Flow<A>> {
+        let flow = self.flow()?;
+        compare(flow, self, (self.last() >> 48) as u8, |_| ()).is_some().then_some(flow)
+    }
+
+    /// Deletes what the table has for this key.
+    #[inline(always)]
+    pub(crate) fn remove(&self) {
+        let _ = A::flows().remove(self.lookup());
     }
 }
 
@@ -169,42 +214,10 @@ pub(crate) fn read<A: Tables>(flow: *const Flow<A>, key: &Key<A>, protocol: u8) 
         let new_ports = read_volatile(source.add(word).cast::<u32>());
         target.add(word).cast::<u32>().write(new_ports);
         let (next_hop, state) = compare(flow, key, protocol, |old| sums = sums.goes(old, subtract::<A>))?;
-        let old_ports = (&raw const *key).cast::<u32>().add(2 * word).read();
+        let old_ports = key.last() as u32;
         let addresses = sums.delta();
         let change = Change { addresses, tuple: addresses.quad(old_ports, new_ports) };
         Some(Way { to: to.assume_init(), change, next_hop, state })
-    }
-}
-
-/// Whether a half is alive and the key's.
-#[inline(always)]
-pub(crate) fn is_alive<A: Tables>(flow: *const Flow<A>, key: &Key<A>, protocol: u8) -> bool {
-    compare(flow, key, protocol, |_| ()).is_some()
-}
-
-/// What [`Address::identity`] needs of the settings.
-#[inline(always)]
-pub(crate) fn identity_seed<A: Address>() -> [u64; 2] {
-    if A::IS_V6 { SETTINGS.get(0).map_or([0; 2], |settings| settings.seed) } else { [0; 2] }
-}
-
-/// Whether a half repeats the tuple that turned around is `to`.
-///
-/// # Safety
-///
-/// `flow` is a map value, `to` a tuple in a map.
-#[inline(always)]
-pub(crate) unsafe fn is_turned<A: Address>(flow: *const Flow<A>, to: *const Tuple<A>) -> bool {
-    // SAFETY: the caller's; the words are those asserted above.
-    unsafe {
-        let expected = A::identity(&(*to).turned(), identity_seed::<A>());
-        let (now, expected) = ((&raw const (*flow).identity).cast::<u32>(), (&raw const expected).cast::<u32>());
-        let (mut difference, mut quad) = (0, 0);
-        while quad < size_of::<A::Identity>() / 4 {
-            difference |= *now.add(quad) ^ *expected.add(quad);
-            quad += 1;
-        }
-        difference == 0
     }
 }
 
@@ -216,29 +229,20 @@ fn compare<A: Tables>(
     protocol: u8,
     mut address: impl FnMut(u64),
 ) -> Option<(u16, u16)> {
-    // SAFETY: a map value, which the verifier checks, and all fields are plain integers; its words and the key's are those asserted
-    // above.
+    // SAFETY: a map value, which the verifier checks, and all fields are plain integers; its words are those asserted above.
     unsafe {
-        let (now, expected) = (flow.cast::<u64>(), (&raw const *key).cast::<u64>());
+        let now = flow.cast::<u64>();
         // The next hop before the state: if that is alive, what was read before it was the same flow's.
-        let last = read_volatile(now.add(identity_words::<A>()));
+        let last = read_volatile(now.add(addresses::<A>()));
         let state = read_volatile(&raw const (*flow).state);
         // Ports and segment: behind them a flow has its next hop, a key the protocol.
-        let mut difference = (last ^ *expected.add(addresses::<A>())) << 16;
-        if A::IS_V6 {
-            let (source, destination) = (*expected, *expected.add(2));
-            difference |= read_volatile(now) ^ mixed_prefixes(source, destination, identity_seed::<A>());
-            address(source);
-            address(destination);
-            let (source, destination) = (*expected.add(1), *expected.add(3));
-            difference |= read_volatile(now.add(1)) ^ source;
-            address(source);
-            difference |= read_volatile(now.add(2)) ^ destination;
-            address(destination);
-        } else {
-            let both = *expected;
-            difference |= read_volatile(now) ^ both;
-            address(both);
+        let mut difference = (last ^ key.last()) << 16;
+        let mut word = 0;
+        while word < addresses::<A>() {
+            let expected = key.address(word);
+            difference |= read_volatile(now.add(word)) ^ expected;
+            address(expected);
+            word += 1;
         }
         let own = difference == 0 && (state & FLOW_UDP != 0) == (protocol == UDP);
         (own && state & FLOW_DEAD == 0).then_some(((last >> 48) as u16, state))

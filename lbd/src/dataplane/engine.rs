@@ -11,7 +11,7 @@ use bytemuck::Pod;
 use ipnet::IpNet;
 use lbd_common::abi::{
     self, ADDRESS_ANSWER, Address, AddressKey, Backend, ControlRequest, ControlRequest4, Flow, Flow4, Flow6, FlowKey,
-    FlowKey4, FlowKey6, Frontend, FrontendEvents, FrontendKey, FrontendOwner, LocalAddress, MaglevChunk, NextHop,
+    FlowKey4, Frontend, FrontendEvents, FrontendKey, FrontendOwner, LocalAddress, Lookup6, MaglevChunk, NextHop,
     Segment, Settings, Tenant, TenantUse, Timeouts, Traffic, control, names,
 };
 use lbd_common::reason::Reason;
@@ -58,7 +58,7 @@ struct Hop {
 pub(super) struct Programs {
     pub(super) control: OwnedFd,
     pub(super) flows: Map<FlowKey4, Flow4>,
-    pub(super) flows6: Map<FlowKey6, Flow6>,
+    pub(super) flows6: Map<Lookup6, Flow6>,
     pub(super) settings: Map<u32, Settings>,
     pub(super) traffic: PerCpu<Traffic>,
     pub(super) events: PerCpu<FrontendEvents>,
@@ -108,9 +108,7 @@ impl Programs {
 
 /// Marks a flow as dead: both halves count as absent from then on, and the clock hand deletes them. Whether it lived.
 pub(super) fn mark<A: Address>(control: &OwnedFd, key: &FlowKey<A>) -> io::Result<bool> {
-    let command = if A::IS_V6 { control::MARK6 } else { control::MARK };
-    let answer = run_control(control, ControlRequest { command, key: *key, ..ControlRequest::ZERO })?;
-    Ok(answer.result != 0)
+    Ok(run_control(control, ControlRequest::mark(*key))?.result != 0)
 }
 
 /// Runs the control program on a request.
@@ -398,17 +396,17 @@ impl Engine {
     /// The same in one family.
     fn reset_of<A: Address>(
         &self,
-        flows: &Map<FlowKey<A>, Flow<A>>,
+        flows: &Map<A::Lookup, Flow<A>>,
         name: &str,
         resets: &BTreeSet<Reset>,
         writer: &mut Writer,
     ) -> u64 {
         let mut meant = Vec::new();
-        let result = flows.for_each(|key, flow| {
+        let result = flows.for_each(|_, flow| {
             if flow.state & (abi::FLOW_REVERSE | abi::FLOW_DEAD) == 0 {
                 let segment = self.tables.hops.get(&u32::from(flow.next_hop)).map_or(0, |hop| hop.segment);
-                if resets.iter().any(|reset| resets::matches(reset, key, flow, segment)) {
-                    meant.push(*key);
+                if resets.iter().any(|reset| resets::matches(reset, flow, segment)) {
+                    meant.push(flow.key());
                 }
             }
         });

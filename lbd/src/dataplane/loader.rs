@@ -314,6 +314,8 @@ pub(super) struct Loader {
     mode: XdpMode,
     sizes: [(&'static str, u32); 6],
     client: Client,
+    /// [`abi::Settings::seed`] of the maps, which the programs are loaded with.
+    seed: [u64; 2],
     /// What is pinned of the ABI before ours.
     predecessor: Option<Predecessor>,
     /// One agent for these pins, wherever its state is.
@@ -366,6 +368,7 @@ impl Loader {
             mode: config.datapath.mode,
             sizes: sizes(config),
             client,
+            seed: [0; 2],
             predecessor,
             lock: None,
         })
@@ -389,6 +392,11 @@ impl Loader {
             }
         }
         Ok(())
+    }
+
+    /// Tells the seed, once the maps are there: programs are loaded after that.
+    pub(super) const fn set_seed(&mut self, seed: [u64; 2]) {
+        self.seed = seed;
     }
 
     /// Whether nothing of ours is pinned yet.
@@ -552,11 +560,10 @@ impl Loader {
     /// The object over the pinned maps.
     fn object(&self, base: u32, index: u32) -> Result<Ebpf, String> {
         let mut loader = EbpfLoader::new();
-        loader.override_global(abi::GLOBAL_SEGMENT_BASE, &base, true).override_global(
-            abi::GLOBAL_IFINDEX,
-            &index,
-            true,
-        );
+        loader
+            .override_global(abi::GLOBAL_SEGMENT_BASE, &base, true)
+            .override_global(abi::GLOBAL_IFINDEX, &index, true)
+            .override_global(abi::GLOBAL_SEED, &self.seed, true);
         for (name, entries) in self.sizes {
             loader.map_max_entries(name, entries);
         }

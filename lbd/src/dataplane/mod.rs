@@ -237,6 +237,12 @@ impl Dataplane {
         if let Some(migration) = &migration {
             migration.prepare()?;
         }
+        let paths = loader.paths.clone();
+        let settings = Map::<u32, Settings>::open(&paths.map(names::SETTINGS))
+            .map_err(DataplaneError::system(format!("cannot open map {}", names::SETTINGS)))?;
+        let old = pinned_settings(&settings)?;
+        let seed = seed(&config.state_dir, old.map(|old| old.seed))?;
+        loader.set_seed(seed);
         let mut loaded = Vec::new();
         for (interface, slot) in slots(&loader.slots(), interfaces)? {
             loaded.push(loader.prepare(&interface, slot)?);
@@ -244,12 +250,9 @@ impl Dataplane {
         let Some(first) = loaded.first() else {
             return Err(DataplaneError::Object { message: "no interface to load it for".to_owned() });
         };
-        let paths = loader.paths.clone();
-        let settings = Map::<u32, Settings>::open(&paths.map(names::SETTINGS))
-            .map_err(DataplaneError::system(format!("cannot open map {}", names::SETTINGS)))?;
         let timeouts = Map::<u32, Timeouts>::open(&paths.map(names::TIMEOUTS))
             .map_err(DataplaneError::system(format!("cannot open map {}", names::TIMEOUTS)))?;
-        write_settings(config, &settings, &timeouts, first)?;
+        write_settings(config, old, seed, &settings, &timeouts, first)?;
         if let Some(migration) = &mut migration {
             migration.copy(first)?;
         }
@@ -395,16 +398,21 @@ fn programs(paths: &Paths, loaded: &Loaded) -> io::Result<Programs> {
     })
 }
 
-/// Tells the datapath its timeouts and its seed. Pinned settings keep their seed: it decides where every flow is.
+/// What the datapath was told before, if anything.
+fn pinned_settings(map: &Map<u32, Settings>) -> Result<Option<Settings>, DataplaneError> {
+    let found = map.get(&0).map_err(DataplaneError::system(format!("cannot read map {}", names::SETTINGS)))?;
+    Ok(found.filter(|found| found.abi == abi::ABI_VERSION))
+}
+
+/// Tells the datapath its timeouts and its seed.
 fn write_settings(
     config: &Config,
+    old: Option<Settings>,
+    seed: [u64; 2],
     map: &Map<u32, Settings>,
     timeouts: &Map<u32, Timeouts>,
     loaded: &Loaded,
 ) -> Result<(), DataplaneError> {
-    let what = || format!("cannot write map {}", names::SETTINGS);
-    let old = map.get(&0).map_err(DataplaneError::system(what()))?.filter(|old| old.abi == abi::ABI_VERSION);
-    let seed = seed(&config.state_dir, old.map(|old| old.seed))?;
     // The kernel does not change its tick while it runs, and pins do not outlive it.
     let hertz = match old {
         Some(old) => old.ticks_per_second_256 << abi::TICK_SHIFT >> 8,
@@ -426,7 +434,7 @@ fn write_settings(
         .set(&0, &engine::timeouts(&config.timeouts, hertz))
         .map_err(DataplaneError::system(format!("cannot write map {}", names::TIMEOUTS)))?;
     if old != Some(settings) {
-        map.set(&0, &settings).map_err(DataplaneError::system(what()))?;
+        map.set(&0, &settings).map_err(DataplaneError::system(format!("cannot write map {}", names::SETTINGS)))?;
     }
     Ok(())
 }
@@ -463,7 +471,7 @@ fn measure_hertz(loaded: &Loaded) -> Result<u32, DataplaneError> {
     last.ok_or_else(|| failed()(io::Error::other("its ticks fit no CONFIG_HZ")))
 }
 
-/// The secret seed: the pinned one, else that of the state directory, else a new one; kept in the state directory.
+/// The secret seed: the pinned one, as it decides where every flow is, else that of the state directory, else a new one; kept in the state directory.
 fn seed(state_dir: &Path, pinned: Option<[u64; 2]>) -> Result<[u64; 2], DataplaneError> {
     let path = state_dir.join("seed");
     let failed = |verb: &str| DataplaneError::system(format!("cannot {verb} the seed {}", path.display()));

@@ -160,16 +160,16 @@ impl Pins {
     /// `wanted` is asked about either half before it is kept; it must say the same of both.
     pub fn flows<A: FlowTables, T: Send>(
         &self,
-        wanted: impl Fn(&FlowKey<A>, &Flow<A>) -> bool + Sync,
+        wanted: impl Fn(&Flow<A>) -> bool + Sync,
         new: impl Fn() -> T + Sync,
         each: impl Fn(&mut T, &FlowPair<A>) + Sync,
     ) -> Result<Vec<T>, DataplaneError> {
         let segments = self.hop_segments()?;
         let halves = self
-            .map::<FlowKey<A>, Flow<A>>(A::FLOWS)?
-            .gather(Halves::new, |halves: &mut Halves<A>, key, flow| {
-                if flow.state & FLOW_DEAD == 0 && wanted(key, flow) {
-                    halves.add(key, flow, &segments);
+            .map::<A::Lookup, Flow<A>>(A::FLOWS)?
+            .gather(Halves::new, |halves: &mut Halves<A>, _, flow| {
+                if flow.state & FLOW_DEAD == 0 && wanted(flow) {
+                    halves.add(flow, &segments);
                 }
             })
             .map_err(DataplaneError::system(format!("cannot read map {}", A::FLOWS)))?;
@@ -178,10 +178,12 @@ impl Pins {
 
     /// The live flow whose replies have this key.
     pub fn flow_of_reply<A: FlowTables>(&self, reply: &FlowKey<A>) -> Result<Option<FlowPair<A>>, DataplaneError> {
-        let map = self.map::<FlowKey<A>, Flow<A>>(A::FLOWS)?;
+        let map = self.map::<A::Lookup, Flow<A>>(A::FLOWS)?;
+        let seed = self.settings()?.seed;
         let get = |key: &FlowKey<A>| {
-            let found = map.get(key).map_err(DataplaneError::system(format!("cannot read map {}", A::FLOWS)))?;
-            Ok::<_, DataplaneError>(found.filter(|half| half.state & FLOW_DEAD == 0))
+            let found =
+                map.get(&key.lookup(seed)).map_err(DataplaneError::system(format!("cannot read map {}", A::FLOWS)))?;
+            Ok::<_, DataplaneError>(found.filter(|half| half.state & FLOW_DEAD == 0 && half.key() == *key))
         };
         let Some(reverse) = get(reply)?.filter(|half| half.state & FLOW_REVERSE != 0) else { return Ok(None) };
         let hop = self
@@ -256,7 +258,7 @@ impl Pins {
 
     /// Flows that a family's table has room for.
     pub fn flow_capacity<A: FlowTables>(&self) -> Result<u32, DataplaneError> {
-        Ok(self.map::<FlowKey<A>, Flow<A>>(A::FLOWS)?.info().max_entries / 2)
+        Ok(self.map::<A::Lookup, Flow<A>>(A::FLOWS)?.info().max_entries / 2)
     }
 
     /// Timeouts, by index.
@@ -409,7 +411,7 @@ impl Pins {
     }
 
     fn fill_of<A: FlowTables>(&self, fill: &mut Vec<Fill>) -> Result<(), DataplaneError> {
-        let flows = self.map::<FlowKey<A>, Flow<A>>(A::FLOWS)?;
+        let flows = self.map::<A::Lookup, Flow<A>>(A::FLOWS)?;
         let counts = flows
             .gather(|| 0, |count: &mut u64, _, _| *count += 1)
             .map_err(DataplaneError::system(format!("cannot read map {}", A::FLOWS)))?;
@@ -476,14 +478,15 @@ impl<A: Address> Halves<A> {
         Self { parts: std::iter::repeat_with(part).take(PARTS).collect() }
     }
 
-    fn add(&mut self, key: &FlowKey<A>, half: &Flow<A>, segments: &[u16]) {
+    fn add(&mut self, half: &Flow<A>, segments: &[u16]) {
+        let key = half.key();
         if half.state & FLOW_REVERSE == 0 {
             let backend_segment = segments.get(usize::from(half.next_hop)).copied().unwrap_or(0);
             let reply = ReplyKey(FlowKey::reply(&half.to, backend_segment, key.protocol));
-            let pair = FlowPair { key: *key, forward: *half, reverse: None, backend_segment };
+            let pair = FlowPair { key, forward: *half, reverse: None, backend_segment };
             self.parts[reply.part()].forward.push(pair);
         } else {
-            let reply = ReplyKey(*key);
+            let reply = ReplyKey(key);
             self.parts[reply.part()].reverse.push((reply, Answers::from(half)));
         }
     }
@@ -567,29 +570,15 @@ mod tests {
     const SEGMENTS: [u16; 3] = [0, 1, 2];
 
     /// Halves of `count` flows of clients in segment 2 to a backend in segment 1.
-    fn halves<A: Address>(
-        count: u16,
-        client: A::Ip,
-        vip: A::Ip,
-        snat: A::Ip,
-        backend: A::Ip,
-    ) -> Vec<(FlowKey<A>, Flow<A>)> {
+    fn halves<A: Address>(count: u16, client: A::Ip, vip: A::Ip, snat: A::Ip, backend: A::Ip) -> Vec<Flow<A>> {
         (0..count)
             .flat_map(|number| {
                 let tuple = Tuple::new((client, number), (vip, 443));
                 let to = Tuple::new((snat, number), (backend, 30443));
-                let key = FlowKey { tuple, segment: 2, protocol: 6, pad: 0 };
                 let reply = FlowKey::reply(&to, 1, 6);
-                let forward = Flow {
-                    identity: A::identity(&tuple, [1, 2]),
-                    segment: 2,
-                    next_hop: 1,
-                    to,
-                    bytes: u64::from(number),
-                    ..Flow::ZERO
-                };
+                let forward = Flow { tuple, segment: 2, next_hop: 1, to, bytes: u64::from(number), ..Flow::ZERO };
                 let reverse = Flow {
-                    identity: A::identity(&reply.tuple, [1, 2]),
+                    tuple: reply.tuple,
                     segment: 1,
                     next_hop: 2,
                     to: tuple.turned(),
@@ -598,16 +587,16 @@ mod tests {
                     state: FLOW_REVERSE,
                     ..Flow::ZERO
                 };
-                [(key, forward), (reply, reverse)]
+                [forward, reverse]
             })
             .collect()
     }
 
-    fn joined<A: Address>(all: &[(FlowKey<A>, Flow<A>)]) -> Vec<FlowPair<A>> {
+    fn joined<A: Address>(all: &[Flow<A>]) -> Vec<FlowPair<A>> {
         // As two threads would have read them: the halves of a flow may be in both.
         let mut read = [Halves::new(), Halves::new()];
-        for ((key, half), number) in all.iter().zip(0..) {
-            read[number % 2].add(key, half, &SEGMENTS);
+        for (half, number) in all.iter().zip(0..) {
+            read[number % 2].add(half, &SEGMENTS);
         }
         let mut pairs = join(&read, Vec::new, |pairs: &mut Vec<_>, pair| pairs.push(*pair)).concat();
         pairs.sort_by_key(|pair| pair.forward.bytes);
@@ -647,7 +636,7 @@ mod tests {
         );
         // The first forward half, the second reverse half; and one that arrives in another segment.
         let mut other = all[1];
-        other.0.segment = 2;
+        other.segment = 2;
         let pairs = joined(&[all[0], all[3], other]);
         assert_eq!(pairs.len(), 1);
         assert_eq!(pairs[0].reverse, None);

@@ -1,11 +1,11 @@
 //! Pure: which flows a reset means.
 
-use lbd_common::abi::{Address, Flow, FlowKey};
+use lbd_common::abi::{Address, Flow};
 
 use crate::plan::model::{Plan, Reset};
 
 /// Whether the flow with this forward half, whose backend lives in `backend_segment`, is meant.
-pub(super) fn matches<A: Address>(reset: &Reset, key: &FlowKey<A>, forward: &Flow<A>, backend_segment: u16) -> bool {
+pub(super) fn matches<A: Address>(reset: &Reset, forward: &Flow<A>, backend_segment: u16) -> bool {
     let destination = forward.to.destination();
     match reset {
         Reset::Frontend(id) => forward.frontend == *id,
@@ -14,7 +14,7 @@ pub(super) fn matches<A: Address>(reset: &Reset, key: &FlowKey<A>, forward: &Flo
         Reset::Source(segment, address) => backend_segment == *segment && forward.to.source().ip() == *address,
         Reset::Target { segment, protocol, address, port, keep } => {
             backend_segment == *segment
-                && key.protocol == *protocol
+                && forward.protocol() == *protocol
                 && destination.port() == *port
                 && address.is_none_or(|address| destination.ip() == address)
                 && !keep.contains(&forward.frontend)
@@ -50,27 +50,25 @@ mod tests {
     use std::collections::BTreeSet;
     use std::net::{IpAddr, Ipv4Addr};
 
-    use lbd_common::abi::{Flow4, FlowKey4, Tuple4};
+    use lbd_common::abi::{FLOW_UDP, Flow4, Tuple4};
 
     use super::*;
 
-    fn flow(frontend: u16, backend: u16, address: [u8; 4], port: u16) -> (FlowKey4, Flow4) {
-        let key = FlowKey4 { segment: 1, protocol: 6, ..FlowKey4::ZERO };
+    fn flow(frontend: u16, backend: u16, address: [u8; 4], port: u16) -> Flow4 {
         let to = Tuple4::new((Ipv4Addr::new(10, 0, 0, 2), 2000), (Ipv4Addr::from(address), port));
-        (key, Flow4 { to, frontend, own: Flow4::forward_own(0, backend), ..Flow4::ZERO })
+        Flow4 { to, frontend, own: Flow4::forward_own(0, backend), ..Flow4::ZERO }
     }
 
     #[test]
     fn flows_of_ipv6_and_of_udp_are_meant_like_others() {
         use std::net::Ipv6Addr;
 
-        use lbd_common::abi::{Flow6, FlowKey6, Tuple6};
+        use lbd_common::abi::{Flow6, Tuple6};
 
         let address = Ipv6Addr::new(0x2001, 0xdb8, 0xf, 0, 0, 0, 0, 0x105);
-        let key = FlowKey6 { segment: 1, protocol: 17, ..FlowKey6::ZERO };
         let to = Tuple6::new((Ipv6Addr::LOCALHOST, 2000), (address, 30053));
-        let forward = Flow6 { to, frontend: 7, own: Flow6::forward_own(0, 3), ..Flow6::ZERO };
-        let hit = |reset: &Reset| matches(reset, &key, &forward, 2);
+        let forward = Flow6 { to, frontend: 7, own: Flow6::forward_own(0, 3), state: FLOW_UDP, ..Flow6::ZERO };
+        let hit = |reset: &Reset| matches(reset, &forward, 2);
         assert!(hit(&Reset::Address(2, address.into())) && !hit(&Reset::Address(1, address.into())));
         assert!(hit(&Reset::Backend { frontend: 7, backend: 3 }));
         let source = |segment, source: Ipv6Addr| Reset::Source(segment, source.into());
@@ -83,8 +81,8 @@ mod tests {
 
     #[test]
     fn each_reset_means_its_flows_only() {
-        let (key, forward) = flow(7, 3, [10, 0, 0, 11], 30918);
-        let hit = |reset: &Reset| matches(reset, &key, &forward, 2);
+        let forward = flow(7, 3, [10, 0, 0, 11], 30918);
+        let hit = |reset: &Reset| matches(reset, &forward, 2);
         assert!(hit(&Reset::Frontend(7)) && !hit(&Reset::Frontend(8)));
         assert!(hit(&Reset::Backend { frontend: 7, backend: 3 }) && !hit(&Reset::Backend { frontend: 7, backend: 4 }));
         let address = IpAddr::from([10, 0, 0, 11]);

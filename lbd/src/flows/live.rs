@@ -103,7 +103,7 @@ impl<'a> Live<'a> {
         let half_open = self.pins.half_open::<A>()?;
         let waiting: BTreeSet<FlowKey<A>> = half_open.iter().map(half_open_key).collect();
         let read = self.pins.flows(
-            |key, half| matcher.may_match(key, half),
+            |half| matcher.may_match(half),
             || (new(), Vec::new()),
             |(result, promoted): &mut (T, Vec<FlowKey<A>>), pair: &FlowPair<A>| {
                 if !waiting.is_empty() && waiting.contains(&pair.key) {

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use ipnet::IpNet;
 use lbd_common::abi::{
-    Address, FLOW_DEAD, FLOW_FIN, FLOW_PEER_FIN, FLOW_REPLIED, FLOW_RESET, FLOW_REVERSE, FLOW_UDP, FlowKey, Frontend,
+    Address, FLOW_DEAD, FLOW_FIN, FLOW_PEER_FIN, FLOW_REPLIED, FLOW_RESET, FLOW_REVERSE, FLOW_UDP, Frontend,
     HALF_OPEN_REFUSED, HalfOpen,
 };
 use serde::{Serialize, Serializer};
@@ -393,16 +393,16 @@ impl<'a> Matcher<'a> {
     }
 
     /// Whether the flow may be meant by what its halves, either of them, say of it alone. A cheap first look.
-    pub fn may_match<A: Address>(&self, key: &FlowKey<A>, half: &lbd_common::abi::Flow<A>) -> bool {
+    pub fn may_match<A: Address>(&self, half: &lbd_common::abi::Flow<A>) -> bool {
         let filter = self.filter;
-        filter.protocol.is_none_or(|protocol| protocol == key.protocol)
+        filter.protocol.is_none_or(|protocol| protocol == half.protocol())
             && self.frontends.as_ref().is_none_or(|frontends| frontends[usize::from(half.frontend)])
             && (filter.client.is_none() && filter.vip.is_none() && filter.backend.is_none() && filter.snat.is_none()
                 || {
                     let (inbound, outbound) = if half.state & FLOW_REVERSE == 0 {
-                        (key.tuple, half.to)
+                        (half.tuple, half.to)
                     } else {
-                        (half.to.turned(), key.tuple.turned())
+                        (half.to.turned(), half.tuple.turned())
                     };
                     filter.client.is_none_or(|client| client.matches(inbound.source()))
                         && filter.vip.is_none_or(|vip| vip.matches(inbound.destination()))
@@ -802,8 +802,8 @@ mod tests {
     use std::net::Ipv6Addr;
 
     use lbd_common::abi::{
-        self, Address4, Address6, FLOW_ADOPTED, FamilyLimits, FamilyUse, FrontendOwner, HalfOpen4, Settings, Tenant,
-        TenantUse, Timeouts, Tuple, Tuple4,
+        self, Address4, Address6, FLOW_ADOPTED, FamilyLimits, FamilyUse, FlowKey, FrontendOwner, HalfOpen4, Settings,
+        Tenant, TenantUse, Timeouts, Tuple, Tuple4,
     };
 
     use super::*;
@@ -839,7 +839,7 @@ mod tests {
         FlowPair {
             key,
             forward: abi::Flow {
-                identity: A::identity(&tuple, [1, 2]),
+                tuple,
                 segment: 2,
                 next_hop: 3,
                 to,
@@ -1055,14 +1055,14 @@ mod tests {
         fn looks<A: FlowTables>(pair: &FlowPair<A>, matcher: &Matcher<'_>) -> [bool; 3] {
             let reply = FlowKey::reply(&pair.forward.to, 1, pair.key.protocol);
             let reverse = abi::Flow {
-                identity: A::identity(&reply.tuple, [1, 2]),
+                tuple: reply.tuple,
                 to: pair.key.tuple.turned(),
                 frontend: pair.forward.frontend,
                 state: pair.forward.state | FLOW_REVERSE,
                 ..abi::Flow::ZERO
             };
             let whole = matcher.matches(&flow(pair).unwrap());
-            [whole, matcher.may_match(&pair.key, &pair.forward), matcher.may_match(&reply, &reverse)]
+            [whole, matcher.may_match(&pair.forward), matcher.may_match(&reverse)]
         }
         let endpoint = |text: &str| Some(text.parse().unwrap());
         let names = names();

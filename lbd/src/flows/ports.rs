@@ -35,7 +35,7 @@ fn count<A: FlowTables>(pins: &Pins, used: &mut PortsUsed) -> Result<(), Datapla
     let add = |used: &mut PortsUsed, towards| *used.entry(towards).or_default() += 1;
     // Forward halves say it all.
     let found = pins.flows(
-        |_, half| half.state & FLOW_REVERSE == 0,
+        |half| half.state & FLOW_REVERSE == 0,
         PortsUsed::new,
         |used: &mut PortsUsed, pair: &FlowPair<A>| add(used, of_flow(pair)),
     )?;

@@ -284,7 +284,7 @@ impl Back {
             }
             _ => format!("{}: {error}", names::FLOWS4),
         })?;
-        Map::<abi::FlowKey6, abi::Flow6>::open(&self.paths.map(names::FLOWS6))
+        Map::<abi::Lookup6, abi::Flow6>::open(&self.paths.map(names::FLOWS6))
             .and_then(|map| map.for_each(|_, flow| lost += u64::from(flow.is_connection())))
             .map_err(failed(names::FLOWS6))?;
         Ok((living, lost))
@@ -347,8 +347,9 @@ impl Back {
     }
 
     fn mark(&self, key: &v1::FlowKey) -> Step<()> {
-        let request = ControlRequest4 { command: control::MARK, key: v1::flow_key(key), ..ControlRequest4::ZERO };
-        run_control(&self.control, request).map(|_| ()).map_err(failed("the end of a flow cannot be handed over"))
+        run_control(&self.control, ControlRequest4::mark(v1::flow_key(key)))
+            .map(|_| ())
+            .map_err(failed("the end of a flow cannot be handed over"))
     }
 }
 

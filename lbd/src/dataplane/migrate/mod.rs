@@ -20,8 +20,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use lbd_common::abi::{
-    self, Address4, ControlFlow, ControlHalfOpen, ControlRequest, ControlRequest4, FamilyUse, FrontendEvents,
-    HalfOpenSet4, HintLine, SETTING_MIGRATING, Settings, TenantUse, Timeouts, Traffic, control, names,
+    self, Address4, ControlFlow, ControlHalfOpen, ControlRequest4, FamilyUse, FrontendEvents, HalfOpenSet4, HintLine,
+    SETTING_MIGRATING, Settings, TenantUse, Timeouts, Traffic, control, names,
 };
 use lbd_common::half_open;
 
@@ -623,8 +623,9 @@ fn control_flow(loaded: &Loaded, command: u32, key: abi::FlowKey4, flow: abi::Fl
 }
 
 fn mark(loaded: &Loaded, key: abi::FlowKey4) -> Step<()> {
-    let request = ControlRequest { command: control::MARK, key, ..ControlRequest4::ZERO };
-    run_control(loaded.control(), request).map(|_| ()).map_err(failed("the end of a flow cannot be handed over"))
+    run_control(loaded.control(), ControlRequest4::mark(key))
+        .map(|_| ())
+        .map_err(failed("the end of a flow cannot be handed over"))
 }
 
 fn total(values: &[u64]) -> u64 {

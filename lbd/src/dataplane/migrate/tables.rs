@@ -7,7 +7,7 @@ use std::io;
 use std::path::Path;
 
 use bytemuck::Pod;
-use lbd_common::abi::{self, AgeEntry, Flow, FlowKey};
+use lbd_common::abi::{self, AgeEntry, Flow};
 
 use super::super::bpf::{Map, PerCpu, Queue};
 use super::super::pins::KeyHasher;
@@ -132,7 +132,7 @@ pub(super) trait Half: Pod {
 }
 
 impl<A: abi::Address> Half for Flow<A> {
-    type Key = FlowKey<A>;
+    type Key = A::Lookup;
     type Entry = AgeEntry<A>;
 
     fn state(&self) -> u16 {
@@ -160,7 +160,7 @@ impl<A: abi::Address> Half for Flow<A> {
         Self { bytes: grown, packets: more, packets_high: 0, ..self }
     }
 
-    fn entry(&self, key: FlowKey<A>) -> AgeEntry<A> {
+    fn entry(&self, key: A::Lookup) -> AgeEntry<A> {
         AgeEntry { key, created: self.created() }
     }
 }

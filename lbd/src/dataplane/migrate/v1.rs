@@ -212,7 +212,7 @@ const STATES: u16 = abi::FLOW_REVERSE
 /// One half of a flow. Whoever was about to delete it (`FLOW_BUSY`) is not there any more: it is dead and left to the clock hand.
 pub const fn flow(old: &Flow) -> abi::Flow4 {
     abi::Flow4 {
-        identity: tuple(&old.tuple),
+        tuple: tuple(&old.tuple),
         segment: old.segment,
         next_hop: old.next_hop,
         to: tuple(&old.to),
@@ -224,6 +224,7 @@ pub const fn flow(old: &Flow) -> abi::Flow4 {
         own: old.own,
         frontend: old.frontend,
         packets_high: old.packets_high,
+        spare: [],
         state: old.state & STATES,
     }
 }
@@ -231,7 +232,7 @@ pub const fn flow(old: &Flow) -> abi::Flow4 {
 /// One half of a flow.
 pub const fn flow_back(new: &abi::Flow4) -> Flow {
     Flow {
-        tuple: tuple_back(&new.identity),
+        tuple: tuple_back(&new.tuple),
         segment: new.segment,
         next_hop: new.next_hop,
         to: tuple_back(&new.to),
