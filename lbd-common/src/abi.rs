@@ -10,6 +10,7 @@ use core::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use bytemuck::{Pod, Zeroable};
 
+use crate::hash::LookupSecret;
 use crate::packet::{TCP, UDP};
 
 /// Version of everything in this module. Part of the pin path, and stored in [`Settings::abi`].
@@ -215,8 +216,8 @@ pub trait Address: sealed::Sealed + Pod + Eq + Ord + Debug + Send + Sync {
     fn mapped(self) -> [u8; 16];
     /// From an IPv6 address; IPv4 from its last four bytes.
     fn unmapped(address: &[u8; 16]) -> Self;
-    /// What the flow table is asked for, for this key, with [`Settings::seed`].
-    fn lookup(key: &FlowKey<Self>, seed: [u64; 2]) -> Self::Lookup;
+    /// What the flow table is asked for, for this key.
+    fn lookup(key: &FlowKey<Self>, secret: LookupSecret) -> Self::Lookup;
     /// The address if it is of this family.
     fn from_any(ip: IpAddr) -> Option<Self>;
 
@@ -260,7 +261,7 @@ impl Address for Address4 {
     }
 
     #[inline(always)]
-    fn lookup(key: &FlowKey4, _seed: [u64; 2]) -> FlowKey4 {
+    fn lookup(key: &FlowKey4, _secret: LookupSecret) -> FlowKey4 {
         *key
     }
 
@@ -306,11 +307,11 @@ impl Address for Address6 {
     }
 
     #[inline(always)]
-    fn lookup(key: &FlowKey6, seed: [u64; 2]) -> Lookup6 {
+    fn lookup(key: &FlowKey6, [first, second, third, fourth]: LookupSecret) -> Lookup6 {
         let ([s0, s1, s2, s3], [d0, d1, d2, d3]) = (key.tuple.source_be, key.tuple.destination_be);
         Lookup6 {
-            prefixes: halves(mixed_prefixes(whole(s0, s1), whole(d0, d1), seed)),
-            interfaces: halves(mixed_interfaces(whole(s2, s3), whole(d2, d3), seed)),
+            prefixes: halves(mixed(whole(s0, s1), whole(d0, d1), [first, second])),
+            interfaces: halves(mixed(whole(s2, s3), whole(d2, d3), [third, fourth])),
             source_port_be: key.tuple.source_port_be,
             destination_port_be: key.tuple.destination_port_be,
             segment: key.segment,
@@ -429,12 +430,12 @@ abi_struct! {
     /// The kernel hashes keys by 12 bytes at a time, and the next 12 wait for it: 24 bytes cost as much as the 16 of IPv4, 40 bytes two rounds
     /// more (`jhash2`, include/linux/jhash.h). So both addresses' prefixes are mixed to one word with a secret, and so are their interface
     /// identifiers. Keys that differ in one address only, in ports, segment or protocol, stay different; of others a pair looks
-    /// alike so rarely (see [`mixed_prefixes`]) that the second connection may be refused: a half holds its whole tuple, and is nobody
+    /// alike so rarely (see [`mixed`]) that the second connection may be refused: a half holds its whole tuple, and is nobody
     /// else's.
     pub struct Lookup6 {
-        /// [`mixed_prefixes`] of the addresses' first 8 bytes.
+        /// [`mixed`] of the addresses' first 8 bytes.
         pub prefixes: [u32; 2],
-        /// [`mixed_interfaces`] of the addresses' last 8 bytes, their interface identifiers (RFC 4291).
+        /// [`mixed`] of the addresses' last 8 bytes, their interface identifiers (RFC 4291).
         pub interfaces: [u32; 2],
         /// Source port.
         pub source_port_be: u16,
@@ -452,23 +453,18 @@ abi_struct! {
     }
 }
 
-/// [`Lookup6::prefixes`] of two prefixes, each as the word that lies in memory, with [`Settings::seed`].
+/// Two halves of addresses as one word, each as the word that lies in memory, with half of the secret.
 ///
-/// If one prefix is the same, the other one shows: each is mapped one to one. Two pairs that differ in both look the same under one
-/// seed in about 2³² or fewer, whatever they are, so that nobody can compute some who does not know it.
+/// If one is the same, the other one shows: each is mapped one to one. A pair that differs in both looks the same under one secret in
+/// about 2³² at the worst, and numbered hosts and subnets in about 2³⁹. Who can open millions of connections to many addresses and sees which
+/// ones are refused can find such a pair, for a while of probing.
 #[inline(always)]
-pub const fn mixed_prefixes(source: u64, destination: u64, seed: [u64; 2]) -> u64 {
+pub const fn mixed(source: u64, destination: u64, secret: [u64; 2]) -> u64 {
     // What differs in the upper half comes to differ in the lower one too, as a product shows a difference only from its lowest bit on:
-    // without that a difference of the highest bit would look the same under every seed.
-    let spread = destination ^ (destination >> 32).wrapping_mul(seed[1]) >> 32;
+    // without that a difference of the highest bit would look the same under every secret.
+    let spread = destination ^ (destination >> 32).wrapping_mul(secret[1]) >> 32;
     // By an odd number, so that words stay different.
-    source.wrapping_add(spread.wrapping_mul(seed[0] | 1))
-}
-
-/// [`Lookup6::interfaces`] of two interface identifiers: as [`mixed_prefixes`], with another secret.
-#[inline(always)]
-pub const fn mixed_interfaces(source: u64, destination: u64, seed: [u64; 2]) -> u64 {
-    mixed_prefixes(source, destination, [seed[1], seed[0]])
+    source.wrapping_add(spread.wrapping_mul(secret[0] | 1))
 }
 
 /// Two quads as they lie in memory as the word that lies there.
@@ -592,12 +588,12 @@ impl<A: Address> Flow<A> {
 abi_struct! {
     /// Entry of [`names::AGEING4`], [`names::AGEING6`], [`names::ENDED4`] and [`names::ENDED6`].
     pub struct AgeEntry<A> {
-        /// The forward half in the flow table.
-        pub key: A::Lookup,
-        /// [`Flow4::created`] of the flow meant; another value means that the tuple has been used again.
+        /// What the flow table is asked for to find the forward half.
+        pub lookup: A::Lookup,
+        /// [`Flow4::created`] of the flow meant; another value means that the place has been used again.
         pub created: u32,
     }
-    size 20 and 28 align 4 offsets { key: 0 and 0, created: 16 and 24 }
+    size 20 and 28 align 4 offsets { lookup: 0 and 0, created: 16 and 24 }
 }
 
 /// Entry of the IPv4 queues.
@@ -1270,8 +1266,9 @@ pub const TRACE_PROGRAMS: [(&str, &str); 3] =
 pub const GLOBAL_SEGMENT_BASE: &str = "SEGMENT_BASE";
 /// `.rodata` of the edge program: name of the NIC's ifindex (a next hop with this ifindex leaves by `XDP_TX`).
 pub const GLOBAL_IFINDEX: &str = "IFINDEX";
-/// `.rodata` of all programs: name of what [`FlowKey::lookup`] is made with, [`Settings::seed`] of the maps that they are loaded over.
-pub const GLOBAL_SEED: &str = "SEED";
+/// `.rodata` of all programs: name of what [`FlowKey::lookup`] is made with; it follows from [`Settings::seed`] of the maps that they are
+/// loaded over.
+pub const GLOBAL_LOOKUP_SECRET: &str = "LOOKUP_SECRET";
 
 /// Commands of the control program, in [`ControlRequest::command`].
 pub mod control {
@@ -1419,10 +1416,10 @@ impl<A: Address> FlowKey<A> {
         Self { tuple: to.turned(), segment, protocol, pad: 0 }
     }
 
-    /// What the flow table is asked for, with [`Settings::seed`].
+    /// What the flow table is asked for, with what follows from [`Settings::seed`] ([`crate::hash::lookup_secret`]).
     #[inline(always)]
-    pub fn lookup(&self, seed: [u64; 2]) -> A::Lookup {
-        A::lookup(self, seed)
+    pub fn lookup(&self, secret: LookupSecret) -> A::Lookup {
+        A::lookup(self, secret)
     }
 }
 
@@ -1433,19 +1430,21 @@ mod tests {
     use proptest::prelude::{any, prop_assert, proptest};
 
     use super::*;
+    use crate::hash::lookup_secret;
 
-    const SEED: [u64; 2] = [0x9fb2_1c65_1e98_df25, 0xa076_1d64_78bd_642f];
+    const SECRET: LookupSecret = lookup_secret(&[0x9fb2_1c65_1e98_df25, 0xa076_1d64_78bd_642f]);
+    const PAIR: [u64; 2] = [SECRET[0], SECRET[1]];
 
-    /// For each difference of one or two bits of the destination, the one of the source that hides it under one seed.
+    /// For each difference of one or two bits of the destination, the one of the source that hides it under one secret.
     #[test]
-    fn what_looks_the_same_under_one_seed_does_not_under_another() {
+    fn what_looks_the_same_under_one_secret_does_not_under_another() {
         let (source, destination) = (0x2001_0db8_000c_0001_u64.swap_bytes(), 0x2001_0db8_000a_0001_u64.swap_bytes());
         for (one, two) in (0..64).flat_map(|one| (0..64).map(move |two| (one, two))) {
             let other = destination ^ (1 << one | 1 << two);
-            let hidden = mixed_prefixes(source, destination, SEED).wrapping_sub(mixed_prefixes(0, other, SEED));
-            assert_eq!(mixed_prefixes(hidden, other, SEED), mixed_prefixes(source, destination, SEED));
-            let seed = [0x9e37_79b9_7f4a_7c15, 0x2545_f491_4f6c_dd1d];
-            assert_ne!(mixed_prefixes(hidden, other, seed), mixed_prefixes(source, destination, seed), "{one}, {two}");
+            let hidden = mixed(source, destination, PAIR).wrapping_sub(mixed(0, other, PAIR));
+            assert_eq!(mixed(hidden, other, PAIR), mixed(source, destination, PAIR));
+            let secret = [0x9e37_79b9_7f4a_7c15, 0x2545_f491_4f6c_dd1d];
+            assert_ne!(mixed(hidden, other, secret), mixed(source, destination, secret), "{one}, {two}");
         }
     }
 
@@ -1462,7 +1461,7 @@ mod tests {
             for (client, vip) in numbers.iter().flat_map(|client| numbers.map(|vip| (*client, vip))) {
                 let source = [0x2001, 0xdb8, 0xc, client_net, 0, 0, 0, client];
                 let key = key(source, [0x2001, 0xdb8, 0xa, vip_net, 0, 0, 0, vip]);
-                if let Some(other) = seen.insert(key.lookup(SEED), key) {
+                if let Some(other) = seen.insert(key.lookup(SECRET), key) {
                     panic!("{key:?} and {other:?} look the same");
                 }
             }
@@ -1474,7 +1473,7 @@ mod tests {
         let mut seen = BTreeMap::new();
         for (client, vip) in (0..256).flat_map(|client| (0..256).map(move |vip| (client, vip))) {
             let key = key([0x2001, 0xdb8, 0xc, client, 0, 0, 0, 9], [0x2001, 0xdb8, 0xa, vip, 0, 0, 0, 9]);
-            if let Some(other) = seen.insert(key.lookup(SEED).prefixes, key) {
+            if let Some(other) = seen.insert(key.lookup(SECRET).prefixes, key) {
                 panic!("{key:?} and {other:?} look the same");
             }
         }
@@ -1485,7 +1484,7 @@ mod tests {
         let mut seen = BTreeMap::new();
         for (client, vip) in (0..256).flat_map(|client| (0..256).map(move |vip| (client, vip))) {
             let key = key([0x2001, 0xdb8, 0xc, 9, 0, 0, 0, client], [0x2001, 0xdb8, 0xa, 9, 0, 0, 0, vip]);
-            if let Some(other) = seen.insert(key.lookup(SEED).interfaces, key) {
+            if let Some(other) = seen.insert(key.lookup(SECRET).interfaces, key) {
                 panic!("{key:?} and {other:?} look the same");
             }
         }
@@ -1496,7 +1495,7 @@ mod tests {
         fn a_lookup_shows_whatever_differs_beside_one_address(
             (words, other) in (any::<[u32; 10]>(), any::<[u32; 10]>()),
             changed in 1..1024u32,
-            seed in any::<[u64; 2]>(),
+            secret in any::<LookupSecret>(),
         ) {
             let key = |words: [u32; 10]| {
                 let [s0, s1, s2, s3, d0, d1, d2, d3, ports, last] = words;
@@ -1508,11 +1507,11 @@ mod tests {
                 };
                 FlowKey { tuple, segment: last as u16, protocol: (last >> 16) as u8, pad: 0 }
             };
-            let mixed: [u32; 10] =
+            let changed: [u32; 10] =
                 std::array::from_fn(|at| if changed & (1 << at) == 0 { words[at] } else { other[at] });
-            let (was, is) = (key(words), key(mixed));
+            let (was, is) = (key(words), key(changed));
             let both = was.tuple.source_be != is.tuple.source_be && was.tuple.destination_be != is.tuple.destination_be;
-            prop_assert!(was.lookup(seed) != is.lookup(seed) || was == is || both);
+            prop_assert!(was.lookup(secret) != is.lookup(secret) || was == is || both);
         }
     }
 

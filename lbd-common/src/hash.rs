@@ -64,6 +64,21 @@ pub const fn hash_words<const N: usize>(seed: &Seed, domain: u64, words: [u64; N
 
 const DOMAIN_FLOW: u64 = 1;
 const DOMAIN_SOURCE: u64 = 2;
+const DOMAIN_LOOKUP: u64 = 3;
+
+/// What keys of the IPv6 flow table are mixed with ([`crate::abi::Lookup6`]): two words for the prefixes, two for the interface identifiers.
+pub type LookupSecret = [u64; 4];
+
+/// The words that follow from the seed. Who learns them learns nothing of the seed, nor of one pair from the other.
+pub const fn lookup_secret(seed: &Seed) -> LookupSecret {
+    let mut secret = [0; 4];
+    let mut index = 0;
+    while index < secret.len() {
+        secret[index] = hash_words(seed, DOMAIN_LOOKUP, [index as u64]);
+        index += 1;
+    }
+    secret
+}
 
 /// An address as two words; IPv4 as the first.
 #[inline(always)]

@@ -121,7 +121,7 @@ reasons! {
     ArpOther = 34, "arp_other", Pass;
     /// more refusals than the rate limit allows
     RejectLimit = 35, "reject_limit", Drop;
-    /// the client's own address as source in `preserve_client` is in use by another flow
+    /// the client's own address as source in `preserve_client` is in use by another flow, or (IPv6) the flow table has another flow at its place
     TupleInUse = 36, "tuple_in_use", Reject;
     /// a flag combination that no TCP sends
     BadFlags = 37, "bad_flags", Drop;

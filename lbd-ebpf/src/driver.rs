@@ -23,6 +23,7 @@ mod driver {
         programs::XdpContext,
     };
     use lbd_common::abi::{FLOW_ENTRIES, Flow, Flow4, Flow6, FlowKey4, Lookup6};
+    use lbd_common::hash::LookupSecret;
     use lbd_common::packet::{ETHERNET, Family, IPV4, IPV6, IPV6_TCP, Ipv4Tcp, TcpPacket, VLAN_TAG};
     use lbd_common::tcp::{ACK, FIN, RST, SYN};
 
@@ -47,9 +48,9 @@ mod driver {
     #[unsafe(no_mangle)]
     static CLIENTS: Global<u32> = Global::new(0x0a40_0000);
 
-    /// What IPv6 flows are looked up with: the datapath's.
+    /// What keys of the IPv6 flow table are mixed with: the datapath's.
     #[unsafe(no_mangle)]
-    static SEED: Global<[u64; 2]> = Global::new([0; 2]);
+    static LOOKUP_SECRET: Global<LookupSecret> = Global::new([0; 4]);
 
     /// The packet to restore; `visitor`: the client's, then the backend's. It is restored byte by byte, as the C driver does in
     /// whose unit the targets are given.
@@ -500,7 +501,7 @@ mod driver {
             return xdp_action::XDP_ABORTED;
         }
         // SAFETY: bounds-checked.
-        let key = unsafe { (*(start as *const TcpPacket<A>)).key(1) }.lookup(SEED.load());
+        let key = unsafe { (*(start as *const TcpPacket<A>)).key(1) }.lookup(LOOKUP_SECRET.load());
         match flows.get_ptr(key) {
             // SAFETY: a map value, which the verifier checks.
             Some(flow) if unsafe { (*flow).segment } == 1 => xdp_action::XDP_PASS,

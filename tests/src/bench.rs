@@ -310,8 +310,8 @@ pub fn establish<I: Ip>(datapath: &mut Datapath, kind: &Kind, flows: u32, order:
             state: state | abi::FLOW_REVERSE,
             ..forward
         };
-        map.insert(key.lookup(bench::SEED), forward, 0)?;
-        map.insert(reverse_key.lookup(bench::SEED), reverse, 0)?;
+        map.insert(key.lookup(bench::LOOKUP_SECRET), forward, 0)?;
+        map.insert(reverse_key.lookup(bench::LOOKUP_SECRET), reverse, 0)?;
     }
     Ok(())
 }

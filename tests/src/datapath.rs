@@ -74,7 +74,7 @@ impl Datapath {
             loader
                 .override_global(abi::GLOBAL_SEGMENT_BASE, &base, true)
                 .override_global(abi::GLOBAL_IFINDEX, &index, true)
-                .override_global(abi::GLOBAL_SEED, &bench::SEED, true);
+                .override_global(abi::GLOBAL_LOOKUP_SECRET, &bench::LOOKUP_SECRET, true);
             for name in [names::FLOWS4, names::AGEING4, names::ENDED4] {
                 loader.map_max_entries(name, abi::flow_entries(max_flows));
             }
@@ -207,7 +207,7 @@ impl Datapath {
         Ok(self.flows::<Ipv4Addr>()?.len())
     }
 
-    /// The flow table of a family: a half is found by [`abi::FlowKey::lookup`] with [`bench::SEED`].
+    /// The flow table of a family: a half is found by [`abi::FlowKey::lookup`] with [`bench::LOOKUP_SECRET`].
     pub fn flow_table<I: Ip>(&mut self) -> Result<FlowTable<'_, I>> {
         self.hash(I::FLOWS)
     }
@@ -218,7 +218,7 @@ impl Datapath {
         let mut live = BTreeMap::new();
         for entry in &flows {
             let (lookup, flow) = entry?;
-            ensure!(lookup == flow.key().lookup(bench::SEED), "{flow:?} is nowhere to be found");
+            ensure!(lookup == flow.key().lookup(bench::LOOKUP_SECRET), "{flow:?} is nowhere to be found");
             if flow.state & abi::FLOW_DEAD == 0 {
                 live.insert(flow.key(), flow);
             }
@@ -232,7 +232,7 @@ impl Datapath {
         let mut map = self.flow_table::<I>()?;
         for (key, mut flow) in halves {
             change(&mut flow);
-            map.insert(key.lookup(bench::SEED), flow, 0)?;
+            map.insert(key.lookup(bench::LOOKUP_SECRET), flow, 0)?;
         }
         Ok(())
     }
@@ -352,6 +352,7 @@ pub mod bench {
     use std::net::{IpAddr, Ipv6Addr};
 
     use lbd_common::abi::Address as _;
+    use lbd_common::hash::{LookupSecret, Seed, lookup_secret};
     use lbd_common::packet::{Family, TCP, UDP};
 
     use super::{
@@ -529,8 +530,10 @@ pub mod bench {
         10 + index as u16
     }
 
-    /// The seed of the maps and of the programs over them.
-    pub const SEED: [u64; 2] = [0x0123_4567_89ab_cdef, 0xfedc_ba98_7654_3210];
+    /// The seed of the maps.
+    pub const SEED: Seed = [0x0123_4567_89ab_cdef, 0xfedc_ba98_7654_3210];
+    /// What the programs over them mix keys of the IPv6 flow table with.
+    pub const LOOKUP_SECRET: LookupSecret = lookup_secret(&SEED);
 
     /// Settings with the design's timeouts.
     pub fn settings() -> abi::Settings {

@@ -40,7 +40,7 @@ impl Driver {
         for (name, value) in constants {
             loader.override_global(name, value, true);
         }
-        loader.override_global(abi::GLOBAL_SEED, &bench::SEED, true);
+        loader.override_global(abi::GLOBAL_LOOKUP_SECRET, &bench::LOOKUP_SECRET, true);
         loader.map_max_entries(names::FLOWS4, abi::flow_entries(datapath.max_flows()));
         loader.map_max_entries(names::FLOWS6, abi::flow_entries(datapath.max_flows_v6()));
         for shared in [names::FLOWS4, names::FLOWS6, "owners", "claims", "gate"] {

@@ -501,7 +501,7 @@ fn a_half_of_another_flow_under_the_key_translates_nothing<I: Ip>() -> Result<()
         (TENANT_NIC, client(source, ACK, 1001, BACKEND_SEQUENCE + 1), client_key, forward),
         (HUB_NIC, syn.answer(ACK, BACKEND_SEQUENCE + 1), backend_key, reverse),
     ] {
-        let lookup = key.lookup(bench::SEED);
+        let lookup = key.lookup(bench::LOOKUP_SECRET);
         let of_tuple = |bits: &[usize]| {
             let mut tuple = key.tuple;
             for bit in bits {
@@ -531,12 +531,13 @@ fn a_half_of_another_flow_under_the_key_translates_nothing<I: Ip>() -> Result<()
 const SECOND_VIP: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0xa, 0, 0, 0, 0, 0x35);
 
 /// The client of [`SECOND_VIP`] that the flow table would have under the key of the bench's client, from the same port. Only who knows the
-/// seed can tell which one that is.
+/// secret can tell which one that is.
 fn look_alike() -> Ipv6Addr {
     let words = |address: Ipv6Addr| bytemuck::cast::<_, [u64; 2]>(address.octets());
     let ([prefix, interface], vip) = (words(Ipv6Addr::CLIENT), words(Ipv6Addr::VIP)[1]);
-    let mixed = abi::mixed_interfaces(interface, vip, bench::SEED);
-    let other = mixed.wrapping_sub(abi::mixed_interfaces(0, words(SECOND_VIP)[1], bench::SEED));
+    let secret = [bench::LOOKUP_SECRET[2], bench::LOOKUP_SECRET[3]];
+    let mixed = abi::mixed(interface, vip, secret);
+    let other = mixed.wrapping_sub(abi::mixed(0, words(SECOND_VIP)[1], secret));
     Ipv6Addr::from(bytemuck::cast::<_, [u8; 16]>([prefix, other]))
 }
 
@@ -551,7 +552,7 @@ fn clients_that_the_flow_table_cannot_tell_apart_never_get_each_others_packets()
     let first_key = key(first, bench::PORT, TCP);
     let second_key = abi::FlowKey { tuple: abi::Tuple::new(second, vip), ..first_key };
     assert_ne!(second_key, first_key);
-    assert_eq!(second_key.lookup(bench::SEED), first_key.lookup(bench::SEED));
+    assert_eq!(second_key.lookup(bench::LOOKUP_SECRET), first_key.lookup(bench::LOOKUP_SECRET));
 
     let answered = connect(&datapath, first)?;
     let halves_before = halves::<Ipv6Addr>(&mut datapath, &first_key)?;
@@ -573,7 +574,7 @@ fn clients_that_the_flow_table_cannot_tell_apart_never_get_each_others_packets()
     // A dead half is written over by its own client's next connection only.
     assert_eq!(mark(&datapath, first_key)?, 1);
     let there = |datapath: &mut Datapath| -> Result<_> {
-        let half = datapath.flow_table::<Ipv6Addr>()?.get(&first_key.lookup(bench::SEED), 0)?;
+        let half = datapath.flow_table::<Ipv6Addr>()?.get(&first_key.lookup(bench::LOOKUP_SECRET), 0)?;
         // The clock hand comes by.
         Ok(abi::Flow { state: half.state & !abi::FLOW_ENDED, ..half })
     };
@@ -599,7 +600,7 @@ fn a_snat_port_whose_replies_look_like_another_flows_is_not_given() -> Result<()
     let source = (Ipv6Addr::CLIENT, 40000);
     let syn = connect(&datapath, source)?;
     let (forward, reverse) = halves::<Ipv6Addr>(&mut datapath, &key(source, bench::PORT, TCP))?;
-    let lookup = reverse.key().lookup(bench::SEED);
+    let lookup = reverse.key().lookup(bench::LOOKUP_SECRET);
     assert_eq!(mark(&datapath, key(source, bench::PORT, TCP))?, 1);
     age(&datapath, 6)?;
     // Another flow's half has the place of the replies: the next port is taken, and that half stays as it is.

@@ -92,7 +92,7 @@ fn establish_as_if_opened(datapath: &mut Datapath, flows: u32) -> Result<()> {
     let mut entries = Vec::new();
     for (key, flow) in datapath.flows::<Ipv4Addr>()? {
         if flow.state & abi::FLOW_REVERSE == 0 {
-            entries.push(abi::AgeEntry4 { key, created: flow.created() });
+            entries.push(abi::AgeEntry4 { lookup: key, created: flow.created() });
         }
     }
     ensure!(entries.len() == flows as usize, "{} flows", entries.len());

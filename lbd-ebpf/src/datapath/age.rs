@@ -150,7 +150,7 @@ pub(crate) fn bury<A: Tables>(now: u32) -> u64 {
     loop {
         // SAFETY: filled by `next`.
         let entry_ref = unsafe { entry.assume_init_ref() };
-        if let Some(forward) = A::flows().get_ptr_mut(entry_ref.key) {
+        if let Some(forward) = A::flows().get_ptr_mut(entry_ref.lookup) {
             // SAFETY: a map value, which the verifier checks.
             unsafe {
                 if (*forward).created() == entry_ref.created && (*forward).state & FLOW_DEAD != 0 {
@@ -161,7 +161,7 @@ pub(crate) fn bury<A: Tables>(now: u32) -> u64 {
                         return 0;
                     }
                     if taken {
-                        delete(forward, &entry_ref.key);
+                        delete(forward, &entry_ref.lookup);
                     }
                 }
             }
@@ -194,7 +194,7 @@ pub(crate) fn take_dead<A: Tables>(half: *mut Flow<A>) -> bool {
 ///
 /// `forward` is a map value.
 #[inline(always)]
-unsafe fn delete<A: Tables>(forward: *mut Flow<A>, key: &A::Lookup) {
+unsafe fn delete<A: Tables>(forward: *mut Flow<A>, lookup: &A::Lookup) {
     // SAFETY: map values, which the verifier checks.
     unsafe {
         if !take_dead(forward) {
@@ -206,7 +206,7 @@ unsafe fn delete<A: Tables>(forward: *mut Flow<A>, key: &A::Lookup) {
         {
             Key::of(&raw const (*making).reply).remove();
         }
-        let _ = A::flows().remove(key);
+        let _ = A::flows().remove(lookup);
     }
 }
 
@@ -227,12 +227,12 @@ pub(crate) fn step<A: Tables>(now: u32) -> u64 {
     }
     // SAFETY: filled by `next`.
     let entry = unsafe { entry.assume_init_ref() };
-    let Some(forward) = A::flows().get_ptr_mut(entry.key) else { return TAKEN };
+    let Some(forward) = A::flows().get_ptr_mut(entry.lookup) else { return TAKEN };
     // SAFETY: map values, which the verifier checks.
     unsafe {
         let state = (*forward).state;
         if (*forward).created() != entry.created || state & FLOW_ENDED != 0 {
-            // The tuple has been used again, and the newer flow has an entry of its own; or the flow waits for its end elsewhere.
+            // The place has been used again, and the newer flow has an entry of its own; or the flow waits for its end elsewhere.
             return TAKEN;
         }
         let idle = tcp::elapsed(now, (*forward).last_seen);
@@ -242,7 +242,7 @@ pub(crate) fn step<A: Tables>(now: u32) -> u64 {
                 return TAKEN;
             }
             if idle >= settings.grace {
-                delete(forward, &entry.key);
+                delete(forward, &entry.lookup);
                 return TAKEN;
             }
         } else {

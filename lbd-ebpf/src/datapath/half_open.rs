@@ -451,7 +451,7 @@ fn reverse_is_free<A: Tables>(making: *mut Making<A>) -> bool {
             && (*flow).to.source_port_be == client.destination_port_be
             && (*flow).to.destination_be.is(client.source_be)
             && (*flow).to.source_be.is(client.destination_be);
-        same_client && (*flow).state & FLOW_DEAD != 0
+        same_client && (*flow).tuple.is(&reply.tuple) && (*flow).state & FLOW_DEAD != 0
     }
 }
 
@@ -646,14 +646,21 @@ pub(crate) fn insert<A: Tables>(length: u32, sequence: u32, acknowledged: u32, s
         return TENANT_FLOWS;
     }
     let (forward, reverse) = (states as u16, (states >> 16) as u16);
-    // SAFETY: a key in a map.
-    let lookup = unsafe { Key::of(key) };
-    if !enqueue(&AgeEntry::<A> { key: *lookup.lookup(), created: now }) {
+    // SAFETY: a key in a map; what the table has is a map value, which the verifier checks.
+    let forward_key = unsafe {
+        let forward_key = Key::of(key);
+        // Before anything is made: the client may prove itself again and again as long as that flow lives.
+        if A::IS_V6 && forward_key.flow().is_some_and(|other| !(*other).tuple.is(&key.tuple)) {
+            return TUPLE_IN_USE;
+        }
+        forward_key
+    };
+    if !enqueue(&AgeEntry::<A> { lookup: *forward_key.lookup(), created: now }) {
         return TABLE_FULL;
     }
     let protocol = if forward & FLOW_UDP != 0 { UDP } else { TCP };
     // SAFETY: this CPU's value.
-    let reverse_lookup = unsafe {
+    let reverse_key = unsafe {
         let reply = write_reply(making, &raw const record.to, record.backend_segment, protocol);
         copy_words(&raw const reply.tuple, &raw mut half.tuple);
         Key::of(reply)
@@ -670,7 +677,7 @@ pub(crate) fn insert<A: Tables>(length: u32, sequence: u32, acknowledged: u32, s
     half.frontend = record.frontend;
     half.packets_high = 0;
     half.state = FLOW_REVERSE | reverse;
-    let put_reverse = put(&reverse_lookup, half);
+    let put_reverse = put(&reverse_key, half);
     if put_reverse != INSERTED {
         return put_reverse;
     }
@@ -687,31 +694,31 @@ pub(crate) fn insert<A: Tables>(length: u32, sequence: u32, acknowledged: u32, s
     half.acknowledged = acknowledged;
     half.own = Flow::<A>::forward_own(now, record.backend);
     half.state = forward;
-    let put_forward = put(&lookup, half);
+    let put_forward = put(&forward_key, half);
     if put_forward != INSERTED {
         // Nobody has read the reverse half yet: no packet of the backend can be under way on it.
-        reverse_lookup.remove();
+        reverse_key.remove();
         return put_forward;
     }
     charge::<A>(record.tenant, forward, 1);
     INSERTED
 }
 
-/// Inserts a half. What stands at its key is a dead half of the same client (its SYN killed the flow, see [`super::flags`], and
-/// [`reverse_is_free`] lets nothing else be): it is written over in place, dead until the last word.
+/// Inserts a half. What stands at its key may be a dead half of the same client (its SYN killed the flow, see [`super::flags`], and
+/// [`reverse_is_free`] lets nothing else be): it is written over in place, dead until the last word. Of IPv6 it may be another tuple's that
+/// looks like this one: that one stays.
 #[inline(always)]
 pub(crate) fn put<A: Tables>(key: &Key<A>, half: &Flow<A>) -> u64 {
     if A::flows().insert(key.lookup(), half, u64::from(BPF_NOEXIST)).is_ok() {
         return INSERTED;
     }
     let Some(old) = key.flow() else { return TABLE_FULL };
-    if !take_dead(old) {
-        return TUPLE_IN_USE;
-    }
-    // SAFETY: a map value, which the verifier checks; FLOW_BUSY makes this CPU its only writer.
+    // SAFETY: a map value, which the verifier checks. FLOW_BUSY makes this CPU its only writer; until then it may have been recycled.
     unsafe {
+        if (*old).state & FLOW_DEAD == 0 || !(*old).tuple.is(&half.tuple) || !take_dead(old) {
+            return TUPLE_IN_USE;
+        }
         if !(*old).tuple.is(&half.tuple) {
-            // A half that looks like it (of IPv6).
             unmark(old, FLOW_BUSY);
             return TUPLE_IN_USE;
         }

@@ -30,7 +30,7 @@ pub(crate) fn restore<A: Tables>(context: &XdpContext) -> u32 {
     if put(&key, half) == INSERTED {
         request.request.result = 1;
         if half.state & FLOW_REVERSE == 0 {
-            enqueue(&AgeEntry::<A> { key: *key.lookup(), created: half.created() });
+            enqueue(&AgeEntry::<A> { lookup: *key.lookup(), created: half.created() });
             if half.state & FLOW_DEAD == 0
                 && let Some(owner) = FRONTEND_OWNERS.get(u32::from(half.frontend))
             {

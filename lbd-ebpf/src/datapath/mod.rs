@@ -31,6 +31,7 @@ use aya_ebpf::{
 };
 
 use lbd_common::abi::{Address4, Address6};
+use lbd_common::hash::LookupSecret;
 
 use context::{conclude, conclude_untagged};
 
@@ -42,9 +43,9 @@ pub(crate) static SEGMENT_BASE: Global<u32> = Global::new(0);
 #[unsafe(no_mangle)]
 pub(crate) static IFINDEX: Global<u32> = Global::new(0);
 
-/// [`Settings::seed`](lbd_common::abi::Settings::seed), at hand for each packet: what the flow table is asked for is made with it. Set at load.
+/// What keys of the IPv6 flow table are mixed with, at hand for each packet. Set at load.
 #[unsafe(no_mangle)]
-pub(crate) static SEED: Global<[u64; 2]> = Global::new([0; 2]);
+pub(crate) static LOOKUP_SECRET: Global<LookupSecret> = Global::new([0; 4]);
 
 /// The program at the NIC.
 #[xdp]

@@ -7,13 +7,11 @@ use core::arch::asm;
 use core::mem::{MaybeUninit, offset_of};
 use core::ptr::{read_volatile, write_volatile};
 
-use lbd_common::abi::{
-    Address, Address4, Address6, FLOW_DEAD, FLOW_UDP, Flow, FlowKey, Lookup6, Tuple, mixed_interfaces, mixed_prefixes,
-};
+use lbd_common::abi::{Address, Address4, Address6, FLOW_DEAD, FLOW_UDP, Flow, FlowKey, Lookup6, Tuple, mixed};
 use lbd_common::checksum::{Change, WordSums};
 use lbd_common::packet::UDP;
 
-use super::SEED;
+use super::LOOKUP_SECRET;
 use super::maps::Tables;
 
 /// A tuple at a whole word. Both families' end with half a word, their ports.
@@ -27,7 +25,7 @@ struct Lookup<A: Address>(A::Lookup);
 /// A half's key: what the flow table is asked for, and the tuple that the half must have.
 pub(crate) struct Key<A: Address> {
     lookup: Lookup<A>,
-    /// Lies in a packet or a map, unchanged for as long as the key is used.
+    /// Lies in a packet or a map. Read as volatile, as packets are written, so that both stay in order.
     tuple: *const Tuple<A>,
 }
 
@@ -74,9 +72,9 @@ impl<A: Address> Key<A> {
             let words = lookup.as_mut_ptr().cast::<u64>();
             let address = |word| read_volatile(tuple.cast::<u64>().add(word));
             let last = if A::IS_V6 {
-                let seed = SEED.load();
-                words.write(mixed_prefixes(address(0), address(2), seed));
-                words.add(1).write(mixed_interfaces(address(1), address(3), seed));
+                let [first, second, third, fourth] = LOOKUP_SECRET.load();
+                words.write(mixed(address(0), address(2), [first, second]));
+                words.add(1).write(mixed(address(1), address(3), [third, fourth]));
                 words.add(2)
             } else {
                 words.write(address(0));

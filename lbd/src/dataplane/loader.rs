@@ -12,6 +12,7 @@ use aya::programs::links::FdLink;
 use aya::programs::{ProgramError, TracePoint, Xdp};
 use aya::{Ebpf, EbpfLoader};
 use lbd_common::abi::{self, names};
+use lbd_common::hash::{self, LookupSecret, Seed};
 use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 
@@ -314,8 +315,8 @@ pub(super) struct Loader {
     mode: XdpMode,
     sizes: [(&'static str, u32); 6],
     client: Client,
-    /// [`abi::Settings::seed`] of the maps, which the programs are loaded with.
-    seed: [u64; 2],
+    /// What keys of the IPv6 flow table are mixed with: the programs are loaded with it.
+    lookup_secret: LookupSecret,
     /// What is pinned of the ABI before ours.
     predecessor: Option<Predecessor>,
     /// One agent for these pins, wherever its state is.
@@ -368,7 +369,7 @@ impl Loader {
             mode: config.datapath.mode,
             sizes: sizes(config),
             client,
-            seed: [0; 2],
+            lookup_secret: [0; 4],
             predecessor,
             lock: None,
         })
@@ -395,8 +396,8 @@ impl Loader {
     }
 
     /// Tells the seed, once the maps are there: programs are loaded after that.
-    pub(super) const fn set_seed(&mut self, seed: [u64; 2]) {
-        self.seed = seed;
+    pub(super) const fn set_seed(&mut self, seed: &Seed) {
+        self.lookup_secret = hash::lookup_secret(seed);
     }
 
     /// Whether nothing of ours is pinned yet.
@@ -563,7 +564,7 @@ impl Loader {
         loader
             .override_global(abi::GLOBAL_SEGMENT_BASE, &base, true)
             .override_global(abi::GLOBAL_IFINDEX, &index, true)
-            .override_global(abi::GLOBAL_SEED, &self.seed, true);
+            .override_global(abi::GLOBAL_LOOKUP_SECRET, &self.lookup_secret, true);
         for (name, entries) in self.sizes {
             loader.map_max_entries(name, entries);
         }

@@ -242,7 +242,7 @@ impl Dataplane {
             .map_err(DataplaneError::system(format!("cannot open map {}", names::SETTINGS)))?;
         let old = pinned_settings(&settings)?;
         let seed = seed(&config.state_dir, old.map(|old| old.seed))?;
-        loader.set_seed(seed);
+        loader.set_seed(&seed);
         let mut loaded = Vec::new();
         for (interface, slot) in slots(&loader.slots(), interfaces)? {
             loaded.push(loader.prepare(&interface, slot)?);

@@ -179,10 +179,11 @@ impl Pins {
     /// The live flow whose replies have this key.
     pub fn flow_of_reply<A: FlowTables>(&self, reply: &FlowKey<A>) -> Result<Option<FlowPair<A>>, DataplaneError> {
         let map = self.map::<A::Lookup, Flow<A>>(A::FLOWS)?;
-        let seed = self.settings()?.seed;
+        let secret = hash::lookup_secret(&self.settings()?.seed);
         let get = |key: &FlowKey<A>| {
-            let found =
-                map.get(&key.lookup(seed)).map_err(DataplaneError::system(format!("cannot read map {}", A::FLOWS)))?;
+            let found = map
+                .get(&key.lookup(secret))
+                .map_err(DataplaneError::system(format!("cannot read map {}", A::FLOWS)))?;
             Ok::<_, DataplaneError>(found.filter(|half| half.state & FLOW_DEAD == 0 && half.key() == *key))
         };
         let Some(reverse) = get(reply)?.filter(|half| half.state & FLOW_REVERSE != 0) else { return Ok(None) };

@@ -161,7 +161,7 @@ impl<A: abi::Address> Half for Flow<A> {
     }
 
     fn entry(&self, key: A::Lookup) -> AgeEntry<A> {
-        AgeEntry { key, created: self.created() }
+        AgeEntry { lookup: key, created: self.created() }
     }
 }
 
