@@ -143,6 +143,13 @@ mod driver {
         1024 + (flow % 31_744) as u16
     }
 
+    /// Where an IPv4 template goes: the VIP.
+    #[inline(always)]
+    const fn destination_be(template: &[u8; TEMPLATE_LENGTH]) -> u32 {
+        const AT: usize = ETHERNET + 16;
+        u32::from_ne_bytes([template[AT], template[AT + 1], template[AT + 2], template[AT + 3]])
+    }
+
     /// # Safety
     ///
     /// WHOLE bytes from `start` are packet data, checked.
@@ -340,9 +347,7 @@ mod driver {
         // SAFETY: LENGTH bytes of the packet were checked; the others are map values.
         unsafe {
             let packet = &mut *((start + ETHERNET) as *mut Ipv4Tcp);
-            let template = TEMPLATE.get(0)?;
-            let at = ETHERNET + 16;
-            let vip_be = u32::from_ne_bytes([template[at], template[at + 1], template[at + 2], template[at + 3]]);
+            let vip_be = destination_be(TEMPLATE.get(0)?);
             let mut number = *counter;
             let step = number % steps;
             if number > 0 {
@@ -440,8 +445,8 @@ mod driver {
             *counter = number + 1;
             let packet = &mut *((start + ETHERNET) as *mut Ipv4Tcp);
             let giving_up = number & 1 == 1;
-            // A SYN that was refused has become a RST.
-            if giving_up && packet.tcp.flags & RST == 0 {
+            // A SYN that was refused has become a RST, or is still to the VIP: above the limit of refusals it is dropped as it came.
+            if giving_up && packet.tcp.flags & RST == 0 && packet.ip.destination_be != destination_be(template) {
                 let port = u32::from(u16::from_be(packet.tcp.source_port_be)) & 0x3fff;
                 let node = u32::from_be(packet.ip.destination_be) & 3;
                 let owner = OWNERS.get_ptr_mut(port << 2 | node)?;
