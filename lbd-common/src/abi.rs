@@ -788,8 +788,8 @@ abi_struct! {
         pub address: [u8; 16],
         /// Segment id.
         pub segment: u16,
-        /// 0, or with an all-zero address: a port that backends in this segment serve ([`ADDRESS_TARGET_PORT`]) or that `host_access`
-        /// opens ([`ADDRESS_HOST_PORT`]).
+        /// 0, or with an all-zero address: a port that backends in this segment serve ([`ADDRESS_TARGET_PORT`], [`ADDRESS_LEFT_PORT`])
+        /// or that `host_access` opens ([`ADDRESS_HOST_PORT`]).
         pub port_be: u16,
     }
     size 20 align 2 offsets { address: 0, segment: 16, port_be: 18 }
@@ -826,6 +826,9 @@ pub const ADDRESS_TARGET_PORT: u16 = 1 << 5;
 pub const ADDRESS_HOST_PORT: u16 = 1 << 6;
 /// [`LocalAddress::flags`]: a VIP whose frontends all drop in silence what nobody serves.
 pub const ADDRESS_UNSERVED_DROP: u16 = 1 << 7;
+/// [`LocalAddress::flags`]: not an address but a port that frontends lead to no more once a change is written, which it is just now. Until then it is a
+/// backend's like one with [`ADDRESS_TARGET_PORT`], but nobody's that a handshake of before could reach by mistake.
+pub const ADDRESS_LEFT_PORT: u16 = 1 << 8;
 
 abi_struct! {
     /// Key of [`names::FRONTENDS`].

@@ -976,17 +976,21 @@ fn a08_the_mss_is_lowered_to_what_fits_and_nothing_else_is_touched() -> Result<(
     Ok(())
 }
 
+/// What map `addresses` knows a port of the nodes by.
+fn target_port(port: u16) -> abi::AddressKey {
+    abi::AddressKey { address: [0; 16], segment: bench::HUB_SEGMENT, port_be: port.to_be() }
+}
+
 /// Gives the frontend another NodePort, and says of the old one whether another frontend has it now.
 fn move_node_port(datapath: &mut Datapath, port: u16, old_is_served: bool) -> Result<()> {
     let (key, frontend) = bench::frontend(1);
     let moved = abi::Frontend { target_port_be: port.to_be(), ..frontend };
     datapath.hash(names::FRONTENDS)?.insert(key, moved, 0)?;
-    let target = |port: u16| abi::AddressKey { address: [0; 16], segment: bench::HUB_SEGMENT, port_be: port.to_be() };
     let mut addresses = datapath.hash::<abi::AddressKey, abi::LocalAddress>(names::ADDRESSES)?;
     let flag = abi::LocalAddress { flags: abi::ADDRESS_TARGET_PORT, ..abi::LocalAddress::ZERO };
-    addresses.insert(target(port), flag, 0)?;
+    addresses.insert(target_port(port), flag, 0)?;
     if !old_is_served {
-        addresses.remove(&target(bench::NODE_PORT))?;
+        addresses.remove(&target_port(bench::NODE_PORT))?;
     }
     Ok(())
 }
@@ -1010,6 +1014,18 @@ fn a_handshake_does_not_end_at_a_node_port_that_is_anothers_meanwhile() -> Resul
     move_node_port(&mut datapath, 31000, false)?;
     assert_eq!(forwarded(&datapath, TENANT_NIC, &ack)?.destination, (bench::NODES[0], bench::NODE_PORT));
     assert_eq!(datapath.live_halves()?, 2);
+    // The change is being written: the frontend has the other port, or still this one.
+    for written in [false, true] {
+        let mut datapath = one_node()?;
+        half_open(&datapath, source)?;
+        if written {
+            move_node_port(&mut datapath, 31000, true)?;
+        }
+        let left = abi::LocalAddress { flags: abi::ADDRESS_LEFT_PORT, ..abi::LocalAddress::ZERO };
+        datapath.hash(names::ADDRESSES)?.insert(target_port(bench::NODE_PORT), left, 0)?;
+        assert_eq!(forwarded(&datapath, TENANT_NIC, &ack)?.destination, (bench::NODES[0], bench::NODE_PORT));
+        assert_eq!(datapath.live_halves()?, 2);
+    }
     // VIP and port belong to another frontend.
     let mut datapath = one_node()?;
     half_open(&datapath, source)?;

@@ -169,6 +169,39 @@ fn b01_the_node_port_changes() -> Result<()> {
     Ok(())
 }
 
+/// Handshakes are under way at every change: each ends where it began, whatever of the change is written already.
+#[test]
+#[ignore = "needs root"]
+fn b01_no_handshake_is_lost_while_the_node_port_changes_again_and_again() -> Result<()> {
+    let site = Site::new("b01s")?;
+    let (_one, _other) = (site.serve(30918)?, site.serve(31222)?);
+    site.create(30918)?;
+    site.seed.wait_served(TARGET, false, Duration::from_secs(10))?;
+    let tickers: Vec<_> =
+        (0..4).map(|_| Ticker::start(&site.seed.lab, &site.seed.far, TARGET, false, 1)).collect::<Result<_>>()?;
+    for change in 0..60 {
+        site.api.set_node_port(NAMESPACE, SERVICE, 6443, if change % 2 == 0 { 31222 } else { 30918 })?;
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    let mut ticks = Vec::new();
+    for ticker in tickers {
+        ticks.append(&mut ticker.finish()?);
+    }
+    let failed: Vec<_> = ticks.iter().filter(|tick| tick.error.is_some()).collect();
+    let to =
+        |port: &str| ticks.iter().filter(|tick| tick.local.as_ref().is_some_and(|local| local.ends_with(port))).count();
+    println!(
+        "{} connections, {} failed, {} and {} to the ports",
+        ticks.len(),
+        failed.len(),
+        to(":30918"),
+        to(":31222")
+    );
+    ensure!(failed.is_empty(), "connections failed while the NodePort changed: {failed:?}");
+    ensure!(to(":30918") > 1000 && to(":31222") > 1000, "the changes were not followed");
+    Ok(())
+}
+
 /// The address comes first: before any backend is healthy; until then the VIP refuses, it does not swallow.
 #[test]
 #[ignore = "needs root"]

@@ -1,9 +1,9 @@
 //! Where a new flow may go: its frontend, the client's address, the tenant's limits, the backend.
 
 use lbd_common::abi::{
-    ADDRESS_BACKEND, ADDRESS_SNAT, ADDRESS_TARGET_PORT, Address, AddressKey, BACKEND_PRESENT, Backend, CHUNK_SLOTS,
-    FRONTEND_PRESERVE_CLIENT, FRONTEND_SOURCE_AFFINITY, FRONTEND_UNSERVED_DROP, Frontend, FrontendKey, HalfOpen,
-    LocalAddress, Mac, Making, NextHop, Segment, Settings, Tuple,
+    ADDRESS_BACKEND, ADDRESS_LEFT_PORT, ADDRESS_SNAT, ADDRESS_TARGET_PORT, Address, AddressKey, BACKEND_PRESENT,
+    Backend, CHUNK_SLOTS, FRONTEND_PRESERVE_CLIENT, FRONTEND_SOURCE_AFFINITY, FRONTEND_UNSERVED_DROP, Frontend,
+    FrontendKey, HalfOpen, LocalAddress, Mac, Making, NextHop, Segment, Settings, Tuple,
 };
 use lbd_common::breaker::{self, Choice as Breaker};
 use lbd_common::half_open as tag;
@@ -537,7 +537,8 @@ pub(crate) fn reply_to<A: Tables>(making: *mut Making<A>) -> Option<Reply> {
     let key = unsafe { &mut (*making).key };
     let from_backend = || {
         local_address(key.tuple.source_be, key.segment).is_some_and(|address| address.flags & ADDRESS_BACKEND != 0)
-            && port_of(key.segment, key.tuple.source_port_be).is_some_and(|port| port.flags & ADDRESS_TARGET_PORT != 0)
+            && port_of(key.segment, key.tuple.source_port_be)
+                .is_some_and(|port| port.flags & (ADDRESS_TARGET_PORT | ADDRESS_LEFT_PORT) != 0)
     };
     let reply = match local_address(key.tuple.destination_be, key.segment) {
         Some(address) => {

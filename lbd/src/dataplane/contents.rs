@@ -5,11 +5,11 @@ use std::net::{IpAddr, Ipv4Addr};
 
 use ipnet::IpNet;
 use lbd_common::abi::{
-    self, ADDRESS_ANSWER, ADDRESS_BACKEND, ADDRESS_HOST, ADDRESS_HOST_PORT, ADDRESS_SNAT, ADDRESS_TARGET_PORT,
-    ADDRESS_UNSERVED_DROP, ADDRESS_VIP, Address, Address4, Address6, AddressKey, BACKEND_ELIGIBLE, BACKEND_PRESENT,
-    Backend, CHUNK_SLOTS, FRONTEND_ADOPT, FRONTEND_PRESERVE_CLIENT, FRONTEND_SOURCE_AFFINITY, FRONTEND_UNSERVED_DROP,
-    FamilyLimits, Frontend, FrontendKey, LocalAddress, MaglevChunk, NEXT_HOP_ON_LINK, NEXT_HOP_RESOLVED, NextHop,
-    Segment, TENANT_HOST_ACCESS_ICMP, TENANT_HOST_ACCESS_OWN, Tenant,
+    self, ADDRESS_ANSWER, ADDRESS_BACKEND, ADDRESS_HOST, ADDRESS_HOST_PORT, ADDRESS_LEFT_PORT, ADDRESS_SNAT,
+    ADDRESS_TARGET_PORT, ADDRESS_UNSERVED_DROP, ADDRESS_VIP, Address, Address4, Address6, AddressKey, BACKEND_ELIGIBLE,
+    BACKEND_PRESENT, Backend, CHUNK_SLOTS, FRONTEND_ADOPT, FRONTEND_PRESERVE_CLIENT, FRONTEND_SOURCE_AFFINITY,
+    FRONTEND_UNSERVED_DROP, FamilyLimits, Frontend, FrontendKey, LocalAddress, MaglevChunk, NEXT_HOP_ON_LINK,
+    NEXT_HOP_RESOLVED, NextHop, Segment, TENANT_HOST_ACCESS_ICMP, TENANT_HOST_ACCESS_OWN, Tenant,
 };
 
 use super::netlink::Neighbour;
@@ -395,6 +395,25 @@ pub(super) fn addresses(plan: &Plan, answer: impl Fn(SegmentId, IpAddr) -> bool)
     wanted
 }
 
+/// Target ports in map `addresses` while frontends are about to change: those that will be led to are there already, those that won't
+/// are left ([`ADDRESS_LEFT_PORT`]). So a handshake of before ends where it began, whichever of the two its frontend says at that moment, and one
+/// that would end at another frontend's port does not.
+pub(super) fn ports_meanwhile(
+    held: &BTreeMap<AddressKey, LocalAddress>,
+    wanted: &BTreeMap<AddressKey, LocalAddress>,
+) -> BTreeMap<AddressKey, LocalAddress> {
+    let served = |addresses: &BTreeMap<AddressKey, LocalAddress>| -> BTreeSet<AddressKey> {
+        addresses.iter().filter(|(_, port)| port.flags & ADDRESS_TARGET_PORT != 0).map(|(key, _)| *key).collect()
+    };
+    let (before, after) = (served(held), served(wanted));
+    let value = |key: &AddressKey| {
+        let flag = if after.contains(key) { ADDRESS_TARGET_PORT } else { ADDRESS_LEFT_PORT };
+        let others = held.get(key).map_or(0, |port| port.flags) & !(ADDRESS_TARGET_PORT | ADDRESS_LEFT_PORT);
+        (*key, LocalAddress { flags: others | flag, ..LocalAddress::ZERO })
+    };
+    before.union(&after).map(value).collect()
+}
+
 /// The plan's addresses in a segment.
 fn of_segment(plan: &Plan, segment: SegmentId) -> impl Iterator<Item = (IpAddr, &AddressPlan)> {
     let first = IpAddr::V4(Ipv4Addr::UNSPECIFIED);
@@ -682,6 +701,40 @@ mod tests {
         assert_eq!(wanted[&port_key(1, 22)].flags, ADDRESS_HOST_PORT | ADDRESS_TARGET_PORT);
         assert_eq!(wanted[&port_key(1, 9100)].flags, ADDRESS_HOST_PORT);
         assert!(!wanted.contains_key(&port_key(2, 22)));
+    }
+
+    #[test]
+    fn ports_that_frontends_lead_to_no_more_are_left_before_the_frontends_change() {
+        let ports = |all: &[(u16, u16)]| -> BTreeMap<AddressKey, LocalAddress> {
+            let value = |flags| LocalAddress { flags, ..LocalAddress::ZERO };
+            all.iter().map(|&(port, flags)| (port_key(2, port), value(flags))).collect()
+        };
+        let mut held = ports(&[
+            (22, ADDRESS_HOST_PORT),
+            (80, ADDRESS_HOST_PORT | ADDRESS_TARGET_PORT),
+            (443, ADDRESS_HOST_PORT),
+            (30918, ADDRESS_TARGET_PORT),
+            (31000, ADDRESS_TARGET_PORT),
+            (31001, ADDRESS_LEFT_PORT),
+            (31002, ADDRESS_LEFT_PORT),
+        ]);
+        held.insert(address_key(2, "10.0.0.11".parse().unwrap()), LocalAddress::ZERO);
+        let wanted = ports(&[
+            (23, ADDRESS_HOST_PORT),
+            (443, ADDRESS_HOST_PORT | ADDRESS_TARGET_PORT),
+            (31000, ADDRESS_TARGET_PORT),
+            (31002, ADDRESS_TARGET_PORT),
+            (31222, ADDRESS_TARGET_PORT),
+        ]);
+        let meanwhile = ports(&[
+            (80, ADDRESS_HOST_PORT | ADDRESS_LEFT_PORT),
+            (443, ADDRESS_HOST_PORT | ADDRESS_TARGET_PORT),
+            (30918, ADDRESS_LEFT_PORT),
+            (31000, ADDRESS_TARGET_PORT),
+            (31002, ADDRESS_TARGET_PORT),
+            (31222, ADDRESS_TARGET_PORT),
+        ]);
+        assert_eq!(ports_meanwhile(&held, &wanted), meanwhile);
     }
 
     /// One that keeps the client, adopts, and has timeouts of its own.

@@ -338,8 +338,10 @@ impl Engine {
         let wanted: BTreeMap<u32, Timeouts> =
             plan.timeouts.iter().map(|(&id, wanted)| (u32::from(id), timeouts(wanted, hertz))).collect();
         self.tables.timeouts.put_all(&wanted, &mut writer);
-        self.add_frontends(&regions, &mut writer);
         let addresses = self.wanted_addresses();
+        let meanwhile = contents::ports_meanwhile(self.tables.addresses.shadow(), &addresses);
+        self.tables.addresses.put_all(&meanwhile, &mut writer);
+        self.add_frontends(&regions, &mut writer);
         self.adopt_for(&addresses);
         self.tables.addresses.put_all(&addresses, &mut writer);
         let segments = self.wanted_segments();
@@ -1215,6 +1217,7 @@ mod tests {
                 "tenants",
                 "backends",
                 "maglev",
+                "addresses",
                 "owners",
                 "frontends",
                 "addresses",
@@ -1224,8 +1227,28 @@ mod tests {
         assert_eq!(engine.apply(&plan(2, 1021), now).unwrap().map_writes, 0);
         assert!(bench.log().is_empty());
         engine.apply(&Arc::default(), now).unwrap();
-        assert_eq!(bench.log(), ["segments", "addresses", "frontends", "backends", "tenants"]);
+        // First of all, its ports are left.
+        assert_eq!(bench.log(), ["addresses", "segments", "addresses", "frontends", "backends", "tenants"]);
         assert!(bench.frontends.entries.lock().unwrap().is_empty());
+    }
+
+    #[test]
+    fn b01_a_node_port_is_left_before_its_frontend_changes_and_gone_after() {
+        let bench = Bench::new();
+        let mut engine = bench.engine();
+        let now = Instant::now();
+        let mut plan = (*plan(2, 1021)).clone();
+        engine.apply(&Arc::new(plan.clone()), now).unwrap();
+        bench.log();
+        for frontend in plan.frontends.values_mut() {
+            Arc::make_mut(frontend).target_port = 31222;
+        }
+        engine.apply(&Arc::new(plan), now).unwrap();
+        assert_eq!(bench.log(), ["addresses", "frontends", "addresses"]);
+        let port = |port: u16| AddressKey { address: [0; 16], segment: 2, port_be: port.to_be() };
+        let addresses = bench.addresses.entries.lock().unwrap();
+        assert_eq!(addresses.get(&port(30918)), None);
+        assert_eq!(addresses[&port(31222)].flags, abi::ADDRESS_TARGET_PORT);
     }
 
     #[test]
