@@ -257,6 +257,24 @@ impl Datapath {
         Ok(live)
     }
 
+    /// Puts every half-open record in one state of [`half_open`] into another, as the datapath would. Gives their number.
+    pub fn turn_half_open<I: Ip>(&mut self, from: u64, to: u64) -> Result<u32> {
+        let mut sets: Array<_, abi::HalfOpenSet<I::Address>> = self.array(I::HALF_OPEN)?;
+        let mut turned = 0;
+        for index in 0..abi::HALF_OPEN_SETS {
+            let mut set = sets.get(&index, 0)?;
+            let before = set;
+            for tag in set.tags.iter_mut().filter(|tag| **tag & half_open::STATE == from) {
+                *tag = half_open::with_state(*tag, to);
+                turned += 1;
+            }
+            if set != before {
+                sets.set(index, set, 0)?;
+            }
+        }
+        Ok(turned)
+    }
+
     /// What a tenant uses in a family.
     pub fn used<I: Ip>(&mut self, tenant: u16) -> Result<abi::FamilyUse> {
         Ok(self.array::<abi::TenantUse>(names::TENANT_USE)?.get(&u32::from(tenant), 0)?.families[I::INDEX])

@@ -4,6 +4,7 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 
 use anyhow::{Context as _, Result};
 use lbd_common::abi::{self, names};
+use lbd_common::half_open::{LIVE, PROMOTING};
 use lbd_common::packet::{TCP, UDP};
 use lbd_common::reason::Reason;
 use lbd_common::tcp::{ACK, FIN, RST, SYN};
@@ -29,6 +30,7 @@ macro_rules! families {
 families!(
     packets_are_translated_both_ways_with_checksums_that_verify,
     a_flow_is_promoted_only_by_the_ack_of_the_backends_sequence_number,
+    what_overtakes_the_promotion_of_its_flow_is_forwarded,
     a13_damage_in_transit_stays_visible,
     frames_cut_anywhere_are_dropped_and_make_nothing,
     fin_both_ways_ends_both_halves_and_the_tuple_is_kept_for_a_while,
@@ -151,6 +153,36 @@ fn a_flow_is_promoted_only_by_the_ack_of_the_backends_sequence_number<I: Ip>() -
     assert_eq!(datapath.flows::<I>()?.len(), 2);
     assert_eq!(datapath.used::<I>(bench::TENANT)?.half_open, 0);
     assert_eq!(datapath.reasons()?, only(Reason::Unproven, 4));
+    Ok(())
+}
+
+/// One CPU has the client's proof and is making the flow; what the client has sent after it is at another, and so is all that follows.
+fn what_overtakes_the_promotion_of_its_flow_is_forwarded<I: Ip>() -> Result<()> {
+    let mut datapath = datapath(1)?;
+    let source = (I::CLIENT, 40000);
+    let syn = half_open(&datapath, source)?;
+    assert_eq!(datapath.turn_half_open::<I>(LIVE, PROMOTING)?, 1);
+    let proof = client(source, ACK, 1001, BACKEND_SEQUENCE + 1);
+    let request = forwarded(&datapath, TENANT_NIC, &Segment { payload: b"request".to_vec(), ..proof.clone() })?;
+    assert_eq!((request.source, request.destination), (syn.source, syn.destination));
+    // It acknowledges more than the SYN, and what the client says next more than the SYN-ACK.
+    let answer = Segment { payload: b"answer".to_vec(), ..request.answer(ACK, BACKEND_SEQUENCE + 1) };
+    let answered = forwarded(&datapath, HUB_NIC, &answer)?;
+    assert_eq!((answered.source, answered.destination), ((I::VIP, bench::PORT), source));
+    let next = client(source, ACK, 1001 + 7, BACKEND_SEQUENCE + 1 + 6);
+    assert_eq!(forwarded(&datapath, TENANT_NIC, &next)?.destination, syn.destination);
+    assert_eq!(datapath.reasons()?, only(Reason::PromoteRace, 2));
+    // No room for the flow: nothing is proven yet.
+    assert_eq!(datapath.turn_half_open::<I>(PROMOTING, LIVE)?, 1);
+    assert_eq!(send(&datapath, HUB_NIC, &answer)?.action, TX);
+    assert_eq!(send(&datapath, TENANT_NIC, &next)?.action, DROP);
+    assert_eq!(datapath.flows::<I>()?.len(), 0);
+    forwarded(&datapath, TENANT_NIC, &proof)?;
+    forwarded(&datapath, HUB_NIC, &answer)?;
+    forwarded(&datapath, TENANT_NIC, &next)?;
+    assert_eq!(datapath.flows::<I>()?.len(), 2);
+    let refused = [(Reason::PromoteRace, 2), (Reason::StaleAnswer, 1), (Reason::Unproven, 1)];
+    assert_eq!(datapath.reasons()?, refused.map(|(reason, count)| ((bench::TENANT, reason), count)).into());
     Ok(())
 }
 

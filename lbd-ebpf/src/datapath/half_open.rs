@@ -28,6 +28,17 @@ pub(crate) struct Found<A: Address> {
     tag: u64,
 }
 
+/// How far a half-open connection is on its way to a flow.
+#[derive(PartialEq, Eq)]
+pub(crate) enum Progress {
+    /// The client has not proven itself.
+    Waits,
+    /// It has, and another CPU is making the flow. What follows from a packet that went on meanwhile ([`promote`]) may be here before the flow is.
+    Becomes,
+    /// The flow is made, or the record given up.
+    Gone,
+}
+
 impl<A: Tables> Found<A> {
     /// The record.
     #[inline(always)]
@@ -51,6 +62,20 @@ impl<A: Tables> Found<A> {
             let unchanged =
                 tag::with_state(current, 0) == tag::with_state(self.tag, 0) && current & tag::STATE != tag::FREE;
             unchanged.then_some(&(*making).record)
+        }
+    }
+
+    /// What has become of the record since it was found. Asked about a packet that does not fit it.
+    #[inline(always)]
+    pub(crate) fn progress(&self) -> Progress {
+        // SAFETY: a map value, which the verifier checks.
+        let current = unsafe { read_volatile(self.word()) };
+        if current == tag::with_state(self.tag, tag::LIVE) {
+            Progress::Waits
+        } else if current == tag::with_state(self.tag, tag::PROMOTING) {
+            Progress::Becomes
+        } else {
+            Progress::Gone
         }
     }
 

@@ -23,7 +23,7 @@ use super::context::{
     Arrival, Outcome, Refusal, at, count, mac_pointer, now, opaque, refuse, resolve, send, settings, tcp_packet,
 };
 use super::edge::count_traffic;
-use super::half_open::{First, Found, allocate, of_backend, of_client, promote};
+use super::half_open::{First, Found, Progress, allocate, of_backend, of_client, promote};
 use super::maps::{BACKEND_USE, Tables};
 use super::words::Key;
 
@@ -187,8 +187,13 @@ pub(crate) fn prove<A: Tables>(context: &XdpContext) -> Outcome {
     let proven = record.state & HALF_OPEN_ANSWERED != 0
         && flags & ACK != 0
         && packet.headers.acknowledgement() == record.backend_sequence.wrapping_add(1);
+    // One that acknowledges more may already be the next, when the client's proof is at another CPU.
     if !proven {
-        return Err(no(Reason::Unproven));
+        match found.progress() {
+            Progress::Becomes => (),
+            Progress::Gone if is_made::<A>(key) => return packet.arrival.go(context, A::STAGES.flags),
+            Progress::Gone | Progress::Waits => return Err(no(Reason::Unproven)),
+        }
     }
     let hop = hop_to_backend(packet, record.backend_next_hop, frontend)?;
     match promote(&found, making, &packet.first(FLOW_REPLIED), now) {
@@ -364,8 +369,14 @@ fn from_backend<A: Tables>(context: &XdpContext, packet: &mut Packet<'_, A>, fou
     let no = |reason| refuse(reason, record.tenant);
     let flags = packet.headers.tcp.flags;
     // Both a SYN-ACK and a refusal acknowledge the client's SYN (RFC 9293 §3.10.7.3).
-    if flags & ACK == 0 || packet.headers.acknowledgement() != record.client_sequence.wrapping_add(1) {
-        return Err(no(Reason::StaleAnswer));
+    let fits = flags & ACK != 0 && packet.headers.acknowledgement() == record.client_sequence.wrapping_add(1);
+    // One that acknowledges more may answer what the client has sent since, when its proof is at another CPU.
+    if !fits {
+        match found.progress() {
+            Progress::Becomes => (),
+            Progress::Gone if reply_is_made(making) => return packet.arrival.go(context, A::STAGES.flags),
+            Progress::Gone | Progress::Waits => return Err(no(Reason::StaleAnswer)),
+        }
     }
     let length = packet.headers.total_length();
     let (hop, own_mac) = resolve(record.client_next_hop, length, packet.arrival.segment).map_err(no)?;
