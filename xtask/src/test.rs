@@ -256,7 +256,10 @@ fn report(outcomes: &[(Suite, Outcome)], only: bool) -> i32 {
                 total.failed += counts.failed;
                 failed |= !passed;
                 let word = if *passed { "ok" } else { "FAILED" };
-                println!("{:<11} {word}: {} passed, {} failed", suite.name(), counts.passed, counts.failed);
+                // None of the Kubernetes tests needs root.
+                let note =
+                    if *passed && !only && counts.passed == 0 { " (`unit` has run what needs no root)" } else { "" };
+                println!("{:<11} {word}: {} passed, {} failed{note}", suite.name(), counts.passed, counts.failed);
             }
             Outcome::Left { why, counts } => {
                 incomplete |= *counts || only;

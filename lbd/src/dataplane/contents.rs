@@ -395,15 +395,17 @@ pub(super) fn addresses(plan: &Plan, answer: impl Fn(SegmentId, IpAddr) -> bool)
     wanted
 }
 
-/// Target ports in map `addresses` while frontends are about to change: those that will be led to are there already, those that won't
-/// are left ([`ADDRESS_LEFT_PORT`]). So a handshake of before ends where it began, whichever of the two its frontend says at that moment, and one
+/// What is to be different about target ports in map `addresses` before frontends change: those that will be led to are there already, those that
+/// won't are left ([`ADDRESS_LEFT_PORT`]). So a handshake of before ends where it began, whichever of the two its frontend says at that moment, and one
 /// that would end at another frontend's port does not.
 pub(super) fn ports_meanwhile(
     held: &BTreeMap<AddressKey, LocalAddress>,
     wanted: &BTreeMap<AddressKey, LocalAddress>,
 ) -> BTreeMap<AddressKey, LocalAddress> {
     let served = |addresses: &BTreeMap<AddressKey, LocalAddress>| -> BTreeSet<AddressKey> {
-        addresses.iter().filter(|(_, port)| port.flags & ADDRESS_TARGET_PORT != 0).map(|(key, _)| *key).collect()
+        // Ports come before all addresses.
+        let ports = addresses.iter().take_while(|(key, _)| key.address == [0; 16]);
+        ports.filter(|(_, port)| port.flags & ADDRESS_TARGET_PORT != 0).map(|(key, _)| *key).collect()
     };
     let (before, after) = (served(held), served(wanted));
     let value = |key: &AddressKey| {
@@ -411,7 +413,7 @@ pub(super) fn ports_meanwhile(
         let others = held.get(key).map_or(0, |port| port.flags) & !(ADDRESS_TARGET_PORT | ADDRESS_LEFT_PORT);
         (*key, LocalAddress { flags: others | flag, ..LocalAddress::ZERO })
     };
-    before.union(&after).map(value).collect()
+    before.symmetric_difference(&after).map(value).collect()
 }
 
 /// The plan's addresses in a segment.
@@ -730,7 +732,6 @@ mod tests {
             (80, ADDRESS_HOST_PORT | ADDRESS_LEFT_PORT),
             (443, ADDRESS_HOST_PORT | ADDRESS_TARGET_PORT),
             (30918, ADDRESS_LEFT_PORT),
-            (31000, ADDRESS_TARGET_PORT),
             (31002, ADDRESS_TARGET_PORT),
             (31222, ADDRESS_TARGET_PORT),
         ]);
