@@ -32,8 +32,9 @@ const RUNS: usize = 9;
 const ROUNDS: usize = 9;
 /// Connections opened or promoted in one run: few enough for the half-open table, which is emptied between the runs.
 const OPENINGS: u32 = 20_000;
-/// Packets that `opener` makes beyond its flows, so that one CPU can wait for the other.
-const PATIENCE: u32 = 3_000_000;
+/// Packets that `opener` makes beyond its flows, so that one CPU can wait for the other: about a second. The kernel starts the second run after
+/// an RCU grace period, for which it interrupts the first one only when that has lasted for some time.
+const PATIENCE: u32 = 100_000_000;
 /// Sequence number that the bench's backends begin with.
 const BACKEND_SEQUENCE: u32 = 7_000_000;
 
