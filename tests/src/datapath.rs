@@ -239,40 +239,36 @@ impl Datapath {
 
     /// Shows `change` each half-open record that has not been given up, and writes back what it makes of it. Gives their number.
     pub fn change_half_open<I: Ip>(&mut self, mut change: impl FnMut(&mut abi::HalfOpen<I::Address>)) -> Result<u32> {
+        self.change_half_open_in::<I>(half_open::LIVE, |_, record| change(record))
+    }
+
+    /// Puts every half-open record in one state of [`half_open`] into another, as the datapath would. Gives their number.
+    pub fn turn_half_open<I: Ip>(&mut self, from: u64, to: u64) -> Result<u32> {
+        self.change_half_open_in::<I>(from, |tag, _| *tag = half_open::with_state(*tag, to))
+    }
+
+    /// Shows `change` each half-open record in a state, with its tag, and writes back what it makes of them. Gives their number.
+    fn change_half_open_in<I: Ip>(
+        &mut self,
+        state: u64,
+        mut change: impl FnMut(&mut u64, &mut abi::HalfOpen<I::Address>),
+    ) -> Result<u32> {
         let mut sets: Array<_, abi::HalfOpenSet<I::Address>> = self.array(I::HALF_OPEN)?;
-        let mut live = 0;
+        let mut found = 0;
         for index in 0..abi::HALF_OPEN_SETS {
             let mut set = sets.get(&index, 0)?;
             let before = set;
-            for (tag, record) in set.tags.iter().zip(&mut set.records) {
-                if tag & half_open::STATE == half_open::LIVE {
-                    change(record);
-                    live += 1;
+            for (tag, record) in set.tags.iter_mut().zip(&mut set.records) {
+                if *tag & half_open::STATE == state {
+                    change(tag, record);
+                    found += 1;
                 }
             }
             if set != before {
                 sets.set(index, set, 0)?;
             }
         }
-        Ok(live)
-    }
-
-    /// Puts every half-open record in one state of [`half_open`] into another, as the datapath would. Gives their number.
-    pub fn turn_half_open<I: Ip>(&mut self, from: u64, to: u64) -> Result<u32> {
-        let mut sets: Array<_, abi::HalfOpenSet<I::Address>> = self.array(I::HALF_OPEN)?;
-        let mut turned = 0;
-        for index in 0..abi::HALF_OPEN_SETS {
-            let mut set = sets.get(&index, 0)?;
-            let before = set;
-            for tag in set.tags.iter_mut().filter(|tag| **tag & half_open::STATE == from) {
-                *tag = half_open::with_state(*tag, to);
-                turned += 1;
-            }
-            if set != before {
-                sets.set(index, set, 0)?;
-            }
-        }
-        Ok(turned)
+        Ok(found)
     }
 
     /// What a tenant uses in a family.

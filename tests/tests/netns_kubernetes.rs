@@ -4,7 +4,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use lbd::source::kubernetes;
 use lbd_tests::apiserver;
-use lbd_tests::lab::{self, Agent, Api, Clock, Hold, Lab, Listener, Namespace, Peer, Seed, Ticker};
+use lbd_tests::lab::{self, Agent, Api, Clock, Hold, Lab, Listener, Namespace, Peer, Seed, Tick, Ticker};
 use serde_json::json;
 
 const NAMESPACE: &str = "clusters-tenant-a";
@@ -126,6 +126,11 @@ fn b36_a_clock_that_is_set_by_an_hour_disturbs_nothing() -> Result<()> {
     hold.finish()?.assert_whole()
 }
 
+/// Whether a connection was answered at this `:port`.
+fn went_to(tick: &Tick, port: &str) -> bool {
+    tick.local.as_ref().is_some_and(|local| local.ends_with(port))
+}
+
 /// The NodePort changes under open connections: none is lost, new ones go to the new port within 100 ms of the event.
 #[test]
 #[ignore = "needs root"]
@@ -145,12 +150,11 @@ fn b01_the_node_port_changes() -> Result<()> {
     let acknowledged = lab::now_ms();
     std::thread::sleep(Duration::from_secs(3));
     let ticks = ticker.finish()?;
-    let to_old = |local: &Option<String>| local.as_ref().is_some_and(|local| local.ends_with(":30918"));
     let failed: Vec<_> = ticks.iter().filter(|tick| tick.error.is_some()).collect();
     ensure!(failed.is_empty(), "connections failed while the NodePort changed: {failed:?}");
     let last_old = ticks
         .iter()
-        .filter(|tick| to_old(&tick.local))
+        .filter(|tick| went_to(tick, ":30918"))
         .map(|tick| tick.at_ms)
         .max()
         .context("none went to the old port")?;
@@ -188,17 +192,11 @@ fn b01_no_handshake_is_lost_while_the_node_port_changes_again_and_again() -> Res
         ticks.append(&mut ticker.finish()?);
     }
     let failed: Vec<_> = ticks.iter().filter(|tick| tick.error.is_some()).collect();
-    let to =
-        |port: &str| ticks.iter().filter(|tick| tick.local.as_ref().is_some_and(|local| local.ends_with(port))).count();
-    println!(
-        "{} connections, {} failed, {} and {} to the ports",
-        ticks.len(),
-        failed.len(),
-        to(":30918"),
-        to(":31222")
-    );
+    let to = |port: &str| ticks.iter().filter(|tick| went_to(tick, port)).count();
+    let (one, other) = (to(":30918"), to(":31222"));
+    println!("{} connections, {} failed, {one} and {other} to the ports", ticks.len(), failed.len());
     ensure!(failed.is_empty(), "connections failed while the NodePort changed: {failed:?}");
-    ensure!(to(":30918") > 1000 && to(":31222") > 1000, "the changes were not followed");
+    ensure!(one > 1000 && other > 1000, "the changes were not followed");
     Ok(())
 }
 

@@ -29,7 +29,6 @@ pub(crate) struct Found<A: Address> {
 }
 
 /// How far a half-open connection is on its way to a flow.
-#[derive(PartialEq, Eq)]
 pub(crate) enum Progress {
     /// The client has not proven itself.
     Waits,

@@ -330,7 +330,7 @@ pub(super) fn address_key(segment: SegmentId, address: IpAddr) -> AddressKey {
 const ANY_SEGMENT: SegmentId = 0;
 
 /// The key of a port in a segment.
-fn port_key(segment: SegmentId, port: u16) -> AddressKey {
+pub(super) fn port_key(segment: SegmentId, port: u16) -> AddressKey {
     AddressKey { address: [0; 16], segment, port_be: port.to_be() }
 }
 

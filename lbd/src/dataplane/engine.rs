@@ -1245,10 +1245,9 @@ mod tests {
         }
         engine.apply(&Arc::new(plan), now).unwrap();
         assert_eq!(bench.log(), ["addresses", "frontends", "addresses"]);
-        let port = |port: u16| AddressKey { address: [0; 16], segment: 2, port_be: port.to_be() };
         let addresses = bench.addresses.entries.lock().unwrap();
-        assert_eq!(addresses.get(&port(30918)), None);
-        assert_eq!(addresses[&port(31222)].flags, abi::ADDRESS_TARGET_PORT);
+        assert_eq!(addresses.get(&contents::port_key(2, 30918)), None);
+        assert_eq!(addresses[&contents::port_key(2, 31222)].flags, abi::ADDRESS_TARGET_PORT);
     }
 
     #[test]
@@ -1397,8 +1396,7 @@ mod tests {
         let wanted = contents::addresses(&plan(2, 1021), |_, _| false);
         let node = contents::address_key(2, "10.0.0.11".parse().unwrap());
         assert_eq!(wanted[&node].flags, abi::ADDRESS_BACKEND);
-        let port = AddressKey { address: [0; 16], segment: 2, port_be: 30918_u16.to_be() };
-        assert_eq!(wanted[&port].flags, abi::ADDRESS_TARGET_PORT);
+        assert_eq!(wanted[&contents::port_key(2, 30918)].flags, abi::ADDRESS_TARGET_PORT);
         // And the VIP, in its segment and as it is known on the hub's.
         assert_eq!(wanted.len(), 5);
     }
